@@ -5,12 +5,13 @@ because a call then costs 1-3 us rather than 15-31 us.
 
 Differentiation lives outside the ops, in `torch.autograd.Function`s whose forward and backward call them
 (grad mode is off there). An op called in grad mode on a tensor that requires grad would otherwise return a
-result cut off from the graph, so it raises `StateError` instead.
+result cut off from the graph, so it raises `StateError` instead. After an op that writes to a tensor, that
+tensor's version counter has moved, as after PyTorch's own in-place operations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -64,30 +65,45 @@ def defined_ops(namespace: str | None = None) -> tuple[DefinedOp, ...]:
     return tuple(op for name, op in _DEFINED.items() if name.startswith(prefix))
 
 
-def _tensor_arguments(schema: torch._C.FunctionSchema) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return the positions of positional tensors and the names of keyword-only ones."""
-    positions: list[int] = []
-    keywords: list[str] = []
-    for index, argument in enumerate(schema.arguments):
-        if "Tensor" not in str(argument.type):
-            continue
-        if argument.kwarg_only:
-            keywords.append(argument.name)
-        else:
-            positions.append(index)
-    return tuple(positions), tuple(keywords)
+def _tensors_in(values: Iterable[Any]) -> Iterator[torch.Tensor]:
+    """Yield the tensors of a call, those in lists too; None and numbers are left out."""
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, (list, tuple)):
+            yield from _tensors_in(value)
 
 
-def _requires_grad(value: object) -> bool:
-    if isinstance(value, torch.Tensor):
-        return value.requires_grad
-    return isinstance(value, (list, tuple)) and any(_requires_grad(item) for item in value)
+def _written(schema: torch._C.FunctionSchema) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Find what an op writes to: positions of positional arguments, names of keyword-only ones."""
+    chosen = [
+        (index, argument)
+        for index, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    ]
+    return (
+        tuple(index for index, argument in chosen if not argument.kwarg_only),
+        tuple(argument.name for _, argument in chosen if argument.kwarg_only),
+    )
 
 
-def _guarded(name: str, kernel: Kernel, check: Check | None, schema: torch._C.FunctionSchema) -> Kernel:
-    """Wrap a kernel so that it refuses to be recorded by autograd and runs the contract check first."""
-    positions, keywords = _tensor_arguments(schema)
-    grad_enabled = torch.is_grad_enabled
+def _guarded(
+    name: str, kernel: Kernel, check: Check | None, schema: torch._C.FunctionSchema, *, real: bool
+) -> Kernel:
+    """Wrap a kernel: refuse to be recorded by autograd, check the contract, run, mark what was written."""
+    positions, keywords = _written(schema)
+    marks = real and bool(positions or keywords)
+    lists = any("List[Tensor]" in str(a.type) for a in schema.arguments)
+    # This wrapper runs at every call: names bound here, and no generator unless the schema needs one.
+    grad_enabled, tensor_class = torch.is_grad_enabled, torch.Tensor
+    increment_version = torch._C._increment_version
+
+    # The dispatcher passes a written tensor that has no default by position, however the caller wrote it.
+    plain = not keywords and all(str(schema.arguments[p].type) == "Tensor" for p in positions)
+
+    def named(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[torch.Tensor]:
+        values = [args[p] for p in positions if p < len(args)]
+        return _tensors_in([*values, *(kwargs.get(keyword) for keyword in keywords)])
 
     def refuse() -> None:
         raise StateError(
@@ -98,16 +114,18 @@ def _guarded(name: str, kernel: Kernel, check: Check | None, schema: torch._C.Fu
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if grad_enabled():
-            count = len(args)
-            for position in positions:
-                if position < count and _requires_grad(args[position]):
+            for value in args:
+                if isinstance(value, tensor_class) and value.requires_grad:
                     refuse()
-            for keyword in keywords:
-                if keyword in kwargs and _requires_grad(kwargs[keyword]):
-                    refuse()
+            if (kwargs or lists) and any(t.requires_grad for t in _tensors_in((*args, *kwargs.values()))):
+                refuse()
         if check is not None:
             check(*args, **kwargs)
-        return kernel(*args, **kwargs)
+        result = kernel(*args, **kwargs)
+        if marks:
+            # Native code writes behind autograd's back: a backward that saved the old values must raise.
+            increment_version([args[p] for p in positions] if plain else list(named(args, kwargs)))
+        return result
 
     run.__name__ = run.__qualname__ = name.replace("::", "_")
     run.__doc__ = kernel.__doc__
@@ -192,13 +210,12 @@ class OpLibrary:
             ) from error
         overload: torch._ops.OpOverload = getattr(getattr(torch.ops, self.namespace), short).default
         parsed = overload._schema
-        self._library.impl(short, _guarded(name, cpu, check, parsed), "CPU")
-        self._library.impl(short, _guarded(name, cuda or cpu, check, parsed), "CUDA")
-        torch.library.register_fake(name, _guarded(name, fake, check, parsed), lib=self._library)
+        self._library.impl(short, _guarded(name, cpu, check, parsed, real=True), "CPU")
+        self._library.impl(short, _guarded(name, cuda or cpu, check, parsed, real=True), "CUDA")
+        torch.library.register_fake(name, _guarded(name, fake, check, parsed, real=False), lib=self._library)
         # Without this PyTorch's own fallback adds a node that warns only in backward, long after the mistake.
         self._library.impl(short, torch.library.fallthrough_kernel, "Autograd")
-        written = tuple(
-            a.name for a in parsed.arguments if a.alias_info is not None and a.alias_info.is_write
-        )
+        positions, keywords = _written(parsed)
+        written = tuple(parsed.arguments[index].name for index in positions) + keywords
         _DEFINED[name] = DefinedOp(name=name, schema=schema, overload=overload, mutates=written)
         return overload

@@ -75,8 +75,8 @@ def shapes(
     possible = 0 <= min_dims <= max_dims and 0 <= min_side <= max_side
     if not possible or max_numel < max(min_side, 1) ** min_dims:
         raise ArgumentError(
-            "[shapes] expected 0 <= min_dims <= max_dims, 0 <= min_side <= max_side and room for the smallest "
-            f"shape, given dims {min_dims}..{max_dims}, sides {min_side}..{max_side}, max_numel {max_numel}"
+            "[shapes] expected 0 <= min_dims <= max_dims, 0 <= min_side <= max_side, room for the smallest "
+            f"shape; given dims {min_dims}..{max_dims}, sides {min_side}..{max_side}, max_numel {max_numel}"
         )
     st = _strategies()
     edges = [n + d for n in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024) for d in (-1, 0, 1)]

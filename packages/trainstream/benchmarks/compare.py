@@ -1,0 +1,273 @@
+"""Step time and memory of TrainStream beside its rivals: same shapes, tokens, adapters and learning rate.
+
+Every engine runs in a fresh process. Weights are random in the real shapes; each engine uses its own best loss
+(chunked where it has one). Output: one JSON object per run, also appended to ``--out``.
+
+    python compare.py --scenario lora7b --engines trainstream-nf4,bnb,stock --steps 20 --out lora7b.json
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import threading
+import time
+from importlib import metadata
+from pathlib import Path
+
+#: name -> (shape, kind, batch, tokens per row, VRAM cap in GiB or 0)
+SCENARIOS = {
+    "tiny": ("tiny", "lora", 1, 64, 0),
+    "lora7b": ("7b", "lora", 1, 512, 0),
+    "lora14b": ("14b", "lora", 1, 512, 0),
+    "lora14b_2k": ("14b", "lora", 1, 2048, 0),
+    "full1.5b": ("1.5b", "full", 4, 512, 0),
+}
+#: Qwen2-family configurations.
+SHAPES = {
+    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
+             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
+    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
+             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
+    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
+           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
+    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
+            "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
+}  # fmt: skip
+PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+ENGINES = ("trainstream-nf4", "trainstream-int8", "trainstream", "stock", "stock-ckpt", "bnb", "bnb-ckpt", "bnb-liger")
+WARMUP = 3
+
+
+def build(shape: str, dtype, device: str, replace=None):
+    """Make the model with random weights on `device`; ``replace(linear)`` swaps each block linear as it is made."""
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    config = Qwen2Config(**SHAPES[shape], rms_norm_eps=1e-6, max_position_embeddings=32768, use_cache=False)
+    config._attn_implementation = "sdpa"
+    with torch.device("meta"):
+        model = Qwen2ForCausalLM(config).to(dtype)
+    generator = torch.Generator(device).manual_seed(0)
+    for name, module in list(model.named_modules()):
+        for key, parameter in list(module.named_parameters(recurse=False)):
+            if parameter.dim() == 1:
+                value = torch.full(parameter.shape, float(key == "weight"), dtype=dtype, device=device)
+            else:
+                value = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+            module._parameters[key] = torch.nn.Parameter(value, requires_grad=True)
+        if replace is not None and isinstance(module, torch.nn.Linear) and ".layers." in name:
+            parent, _, leaf = name.rpartition(".")
+            setattr(model.get_submodule(parent), leaf, replace(module))
+    model.tie_weights()
+    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(device)
+    return model
+
+
+def add_lora(model):
+    """LoRA r=16 on all seven projections, frozen base."""
+    import peft
+
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config)
+
+
+def bnb_linear(linear):
+    """The same linear as bitsandbytes' NF4 layer."""
+    import bitsandbytes as bnb
+    import torch
+
+    layer = bnb.nn.Linear4bit(
+        linear.in_features, linear.out_features, bias=linear.bias is not None,
+        compute_dtype=torch.bfloat16, compress_statistics=False, quant_type="nf4", device="meta",
+    )  # fmt: skip
+    layer.weight = bnb.nn.Params4bit(
+        linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=layer
+    )
+    if linear.bias is not None:
+        layer.bias = torch.nn.Parameter(linear.bias.data, requires_grad=False)
+    return layer.to(linear.weight.device)
+
+
+def checkpointed(model):
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    model.enable_input_require_grads()
+    return model
+
+
+def make_engine(engine: str, shape: str, kind: str, device: str, lr: float):
+    """Return (model, optimizer, loss function of ids)."""
+    import torch
+
+    dtype = torch.bfloat16 if kind == "lora" else torch.float32
+    if engine == "bnb-liger":
+        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+
+        apply_liger_kernel_to_qwen2()
+    model = build(shape, dtype, device, bnb_linear if engine.startswith("bnb") else None)
+    if engine.endswith("ckpt") or engine == "bnb-liger":
+        model = checkpointed(model)
+    if engine.startswith("bnb"):
+        model.is_loaded_in_4bit = True
+    if kind == "lora":
+        model = add_lora(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=lr, fused=device == "cuda")
+    model.train()
+    if engine.startswith("trainstream"):
+        import trainstream
+        from ts_hf.losses import backbone, causal_lm_loss_for
+
+        codec = engine.partition("-")[2] or "none"
+        model, optimizer = trainstream.wrap(model, optimizer, quantize=codec)
+
+        def loss_of(ids):
+            return causal_lm_loss_for(model, backbone(model)(input_ids=ids).last_hidden_state, ids)
+
+        return model, optimizer, loss_of
+    return model, optimizer, lambda ids: model(input_ids=ids, labels=ids).loss
+
+
+class Sampler(threading.Thread):
+    """Clock, power and this process's device memory by NVML, every 20 ms."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.clock_mhz: list[int] = []
+        self.power_w: list[float] = []
+        self.used_bytes = 0
+        self.halt = threading.Event()
+        try:
+            import pynvml
+
+            pynvml.nvmlInit()
+            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
+        except Exception:  # no NVML: the fields stay empty
+            self.nvml = None
+
+    def run(self) -> None:
+        while self.nvml and not self.halt.wait(0.02):
+            self.clock_mhz.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
+            self.power_w.append(self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3)
+            self.used_bytes = max(self.used_bytes, self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used)
+
+    def fields(self) -> dict:
+        if not self.clock_mhz:
+            return {}
+        limit = self.nvml.nvmlDeviceGetPowerManagementLimit(self.handle) / 1e3
+        return {
+            "clock_mhz": statistics.median(self.clock_mhz),
+            "power_w": round(statistics.median(self.power_w), 1),
+            "power_limit_w": limit,
+            "device_used_gb": round(self.used_bytes / 1e9, 2),
+        }
+
+
+def worker(args: argparse.Namespace) -> dict:
+    import torch
+
+    shape, kind, batch, tokens, cap_gib = SCENARIOS[args.scenario]
+    cuda = torch.cuda.is_available()
+    device = "cuda" if cuda else "cpu"
+    if cap_gib and cuda:
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
+    started = time.perf_counter()
+    model, optimizer, loss_of = make_engine(args.engine, shape, kind, device, lr=1e-4)
+    load_s = time.perf_counter() - started
+    sync = torch.cuda.synchronize if cuda else (lambda: None)
+    if cuda:
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+    generator = torch.Generator().manual_seed(1)
+    sampler = Sampler()
+    sampler.start()
+    times, losses = [], []
+    cpu0 = wall0 = 0.0
+    for step in range(args.steps + WARMUP):
+        if step == WARMUP:
+            cpu0, wall0 = time.process_time(), time.perf_counter()
+        ids = torch.randint(0, SHAPES[shape]["vocab_size"], (batch, tokens), generator=generator).to(device)
+        sync()
+        begin = time.perf_counter()
+        loss = loss_of(ids)
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        sync()
+        times.append(time.perf_counter() - begin)
+        losses.append(loss.item())
+    cores = (time.process_time() - cpu0) / (time.perf_counter() - wall0)
+    sampler.halt.set()
+    timed = sorted(times[WARMUP:])
+    versions = {}
+    for name in ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "trainstream"):
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return {
+        "scenario": args.scenario, "engine": args.engine, "steps": args.steps, "batch": batch, "tokens": tokens,
+        "step_s": round(statistics.median(timed), 5), "step_min_s": round(timed[0], 5),
+        "step_max_s": round(timed[-1], 5), "tokens_per_s": round(batch * tokens / statistics.median(timed), 1),
+        "peak_allocated_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if cuda else None,
+        "peak_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 3) if cuda else None,
+        "load_s": round(load_s, 2), "cpu_cores": round(cores, 2), "losses": [round(x, 5) for x in losses],
+        **sampler.fields(),
+        "device": torch.cuda.get_device_name(0) if cuda else platform.processor() or "cpu",
+        "versions": versions,
+    }  # fmt: skip
+
+
+def run_one(args: argparse.Namespace, engine: str) -> dict:
+    command = [sys.executable, __file__, "--scenario", args.scenario, "--worker", engine, "--steps", str(args.steps)]
+    where = {"scenario": args.scenario, "engine": engine}
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, env=dict(os.environ))
+    except subprocess.TimeoutExpired:
+        return {**where, "error": f"no result within {args.timeout} s"}
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    return {**where, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:400]}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="lora7b")
+    parser.add_argument("--engines", default="trainstream-nf4,bnb,stock", help=f"of {', '.join(ENGINES)}")
+    parser.add_argument("--steps", type=int, default=10, help=f"timed steps, after {WARMUP} for warming up")
+    parser.add_argument("--repeat", type=int, default=1, help="runs of each engine, taken in turn")
+    parser.add_argument("--timeout", type=int, default=300, help="seconds for one run")
+    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
+    parser.add_argument("--worker", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.worker:
+        args.engine = args.worker
+        print("RESULT " + json.dumps(worker(args)), flush=True)
+        return 0
+    engines = args.engines.split(",")
+    unknown = sorted(set(engines) - set(ENGINES))
+    if unknown:
+        parser.error(f"unknown engines {', '.join(unknown)}; known: {', '.join(ENGINES)}")
+    failed = False
+    for _ in range(args.repeat):
+        for engine in engines:
+            result = run_one(args, engine)
+            failed |= "error" in result
+            print(json.dumps(result), flush=True)
+            if args.out:
+                with args.out.open("a") as file:
+                    file.write(json.dumps(result) + "\n")
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

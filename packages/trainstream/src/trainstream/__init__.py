@@ -1,0 +1,34 @@
+"""Train and fine-tune models larger than the memory you have, with one call.
+
+Example:
+    >>> model, optimizer = trainstream.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-4))
+"""
+
+from importlib.metadata import version
+
+from ts_core.blocks import find_blocks
+from ts_core.errors import TrainStreamError
+from ts_fused import causal_lm_loss, chunked_cross_entropy, rms_norm
+from ts_optim import OffloadAdamW
+from ts_quant import QuantizedTensor, dequantize, quantize, quantize_model
+
+from trainstream._report import memory_report
+from trainstream._wrap import unwrap, wrap
+
+__version__ = version("trainstream")
+
+__all__ = [
+    "OffloadAdamW",
+    "QuantizedTensor",
+    "TrainStreamError",
+    "causal_lm_loss",
+    "chunked_cross_entropy",
+    "dequantize",
+    "find_blocks",
+    "memory_report",
+    "quantize",
+    "quantize_model",
+    "rms_norm",
+    "unwrap",
+    "wrap",
+]

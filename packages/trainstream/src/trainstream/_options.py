@@ -1,0 +1,285 @@
+"""Options of `wrap()`: every accepted value, its default, and what this release carries out.
+
+A value outside the accepted ones is refused with the accepted ones named. A value that belongs to a mechanism which
+is not built yet is refused too, and the message says so: no option is ever ignored silently.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from ts_core import memory, options
+from ts_core.errors import OptionError
+
+__all__ = ["WrapOptions"]
+
+_MIB = 1 << 20
+_MOMENTS = {
+    "auto": "float32",  # nothing is short of RAM enough yet to choose another format
+    "float32": "float32",
+    "fp32": "float32",
+    torch.float32: "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    torch.bfloat16: "bfloat16",
+    "int8": "int8",
+    "8bit": "int8",
+}
+#: Environment variables that set a budget, and the option each one stands for.
+_BUDGET_VARIABLES = {
+    "TRAINSTREAM_VRAM": "vram_budget",
+    "TRAINSTREAM_RAM": "ram_budget",
+    "TRAINSTREAM_DISK": "disk_budget",
+}
+
+
+def _share(name: str, value: Any, *, indices: bool) -> None:
+    """Check ``"auto"``, a bool, a fraction, or (where `indices`) a list of block indices."""
+    if value == "auto" if isinstance(value, str) else isinstance(value, bool):
+        return
+    if indices and isinstance(value, Sequence) and not isinstance(value, str):
+        for index in value:
+            options.integer(f"{name}[...]", index, minimum=0)
+        return
+    accepted = "'auto', True, False, 0.0-1.0" + (" or a list of block indices" if indices else "")
+    if not isinstance(value, int | float) or not 0.0 <= value <= 1.0:
+        raise OptionError(f"option {name}: expected {accepted}, given {value!r}")
+
+
+def _off(name: str, value: Any, off: tuple[Any, ...]) -> None:
+    """Refuse a value of a mechanism that this release does not have; `off` are the values that leave it off."""
+    if not any(value is x or (type(value) is type(x) and value == x) for x in off):
+        if isinstance(value, float | int) and not isinstance(value, bool) and value == 0 and 0.0 in off:
+            return
+        options.not_yet(name, value, off)
+
+
+def _bytes(name: str, value: Any) -> int:
+    size = memory.parse_bytes(value)
+    if size < 0:
+        raise OptionError(f"option {name}: expected a size >= 0, given {value!r}")
+    return size
+
+
+def _auto_share(name: str, value: Any, top: float) -> float:
+    """``outliers`` and ``keep_precise``: 0, False, None, "auto", True or a fraction up to `top`."""
+    if value is None or value is False:
+        return 0.0
+    if value is True or (isinstance(value, str) and value == "auto"):
+        return 0.01 if name == "outliers" else 0.05
+    if isinstance(value, bool | str) or not isinstance(value, int | float) or not 0.0 <= value <= top:
+        raise OptionError(
+            f"option {name}: expected 0, False, None, 'auto', True or a fraction up to {top}, given {value!r}"
+        )
+    return float(value)
+
+
+@dataclasses.dataclass
+class WrapOptions:
+    """Every option of `wrap()`, checked when made; see the documentation page on options for what each one does."""
+
+    optimizer_mode: str = "cpu"
+    offload: str | bool = "auto"
+    activation_offload: Any = "auto"
+    param_offload: Any = "auto"
+    quantize: str | bool | None = "auto"
+    quant_block_size: int = 64
+    prefer: str = "exact"
+    recompute: Any = "auto"
+    attention: str | None = "auto"
+    outliers: Any = 0
+    nvfp4_backward: bool = False
+    kernels: str | bool | None = "auto"
+    fused_lora: str | bool | None = "auto"
+    keep_precise: Any = 0
+    error_rank: int = 0
+    error_iters: int = 1
+    double_quant: bool = False
+    disk_offload: Any = None
+    moe_paging: bool = False
+    host_arena: Any = "auto"
+    peer: Any = "auto"
+    moment_dtype: Any = "auto"
+    device: Any = None
+    blocks: Sequence[nn.Module] | None = None
+    distributed: bool | None = None
+    guard_params: bool = True
+    max_grad_norm: float | None = None
+    accumulation_steps: int | None = None
+    vram_headroom: float = 0.10
+    check_memory: bool = True
+    max_inflight_bytes: Any = None
+    max_activation_slowdown: float = 0.15
+    prefetch_depth: int = 1
+    min_offload_bytes: Any = _MIB
+    threads: int | None = None
+    profile: bool = True
+    lr: float = 1e-3
+    verbose: bool = False
+    vram_budget: Any = None
+    ram_budget: Any = None
+    disk_budget: Any = None
+    schedule: str = "auto"
+    capture: str | bool = "auto"
+    lossless: str | bool = "auto"
+
+    def __post_init__(self) -> None:
+        """Check every option: first against what is accepted at all, then against what this release can do."""
+        self._check_choices()
+        self._check_numbers()
+        self._check_placement()
+        self._check_quantization()
+        self._check_environment()
+
+    @classmethod
+    def from_kwargs(cls, **given: Any) -> WrapOptions:
+        """Make options from keyword arguments; an unknown name is refused with the nearest known ones."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        for name in given:
+            if name not in known:
+                import difflib
+
+                near = difflib.get_close_matches(name, sorted(known), n=3) or sorted(known)
+                raise OptionError(f"wrap() has no option {name!r}; did you mean {', '.join(near)}?")
+        return cls(**given)
+
+    def _check_choices(self) -> None:
+        tri = ("auto", True, False)
+        for name, accepted, off in (
+            ("optimizer_mode", ("cpu", "gpu", "auto"), ("cpu", "auto")),
+            ("offload", ("auto", True), None),
+            ("prefer", ("exact", "speed"), None),
+            ("attention", ("auto", "cudnn", "efficient", "flash", "math", None), ("auto", None)),
+            ("kernels", (*tri, None), ("auto", False, None)),
+            ("fused_lora", (*tri, None), ("auto", False, None)),
+            ("schedule", ("auto", "block", "microbatch"), ("auto", "microbatch")),
+            ("capture", tri, ("auto", False)),
+            ("lossless", tri, ("auto", False)),
+            ("distributed", (None, True, False), None),
+        ):
+            value = options.choice(name, getattr(self, name), accepted)
+            if off is not None:
+                options.not_yet(name, value, off)
+        for name in ("nvfp4_backward", "moe_paging", "guard_params", "check_memory", "profile", "verbose"):
+            options.boolean(name, getattr(self, name))
+        for name in ("nvfp4_backward", "moe_paging"):
+            options.not_yet(name, getattr(self, name), (False,))
+
+    def _check_numbers(self) -> None:
+        options.integer("quant_block_size", self.quant_block_size, minimum=2, multiple_of=2)
+        options.integer("prefetch_depth", self.prefetch_depth, minimum=1)
+        _off("prefetch_depth", self.prefetch_depth, (1,))
+        if self.accumulation_steps is not None:
+            options.integer("accumulation_steps", self.accumulation_steps, minimum=1)
+        if self.threads is not None:
+            options.integer("threads", self.threads, minimum=1)
+        options.number("lr", self.lr, minimum=0.0)
+        if self.max_grad_norm is not None:
+            options.number("max_grad_norm", self.max_grad_norm, minimum=0.0)
+        options.fraction("vram_headroom", self.vram_headroom)
+        options.number("max_activation_slowdown", self.max_activation_slowdown, minimum=0.0)
+        _off("max_activation_slowdown", float(self.max_activation_slowdown), (0.15,))
+        self.min_offload_bytes = _bytes("min_offload_bytes", self.min_offload_bytes)
+        _off("min_offload_bytes", self.min_offload_bytes, (_MIB,))
+
+    def _check_placement(self) -> None:
+        for name, indices in (("activation_offload", False), ("param_offload", True), ("recompute", True)):
+            value = getattr(self, name)
+            _share(name, value, indices=indices)
+            _off(name, list(value) if isinstance(value, tuple) else value, ("auto", False, 0.0, []))
+        for name in ("host_arena", "peer"):
+            value = getattr(self, name)
+            if not (value is None or value is False or (isinstance(value, str) and value == "auto")):
+                _bytes(name, value)
+                _off(name, value, ("auto", False, None))
+        if self.disk_offload is not None:
+            if not isinstance(self.disk_offload, str | os.PathLike):
+                raise OptionError(f"option disk_offload: expected None or a directory, given {self.disk_offload!r}")
+            options.not_yet("disk_offload", self.disk_offload, (None,))
+        for name in ("max_inflight_bytes", "vram_budget", "ram_budget", "disk_budget"):
+            if getattr(self, name) is not None:
+                options.not_yet(name, _bytes(name, getattr(self, name)), (None,))
+        if self.device is not None:
+            self.device = self._device(self.device)
+        if self.blocks is not None and (
+            not isinstance(self.blocks, Sequence | nn.ModuleList)
+            or not all(isinstance(block, nn.Module) for block in self.blocks)
+        ):
+            raise OptionError(f"option blocks: expected None or a list of modules, given {type(self.blocks).__name__}")
+        group = torch.distributed.is_available() and torch.distributed.is_initialized()
+        if self.distributed is True or (
+            self.distributed is None and group and torch.distributed.get_world_size() > 1
+        ):
+            options.not_yet("distributed", True, (False,))
+
+    @staticmethod
+    def _device(value: Any) -> torch.device:
+        try:
+            device = torch.device(value)
+        except (RuntimeError, TypeError) as error:
+            raise OptionError(f"option device: expected 'cpu', 'cuda' or 'cuda:N', given {value!r}") from error
+        if device.type not in ("cpu", "cuda"):
+            raise OptionError(f"option device: expected 'cpu', 'cuda' or 'cuda:N', given {value!r}")
+        if device.type == "cuda":
+            count = torch.cuda.device_count()
+            if count == 0 or (device.index or 0) >= count:
+                raise OptionError(f"option device={value!r}: this process sees {count} CUDA devices")
+            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        return device
+
+    def _check_quantization(self) -> None:
+        accepted = ("auto", "none", None, False, "int8", "nf4", "fp8", "nvfp4")
+        value = options.choice("quantize", self.quantize, accepted)
+        options.not_yet("quantize", value, ("auto", "none", None, False, "int8", "nf4"))
+        self.quantize = "none" if value in (None, False) else value
+        try:
+            moments = _MOMENTS.get(self.moment_dtype)
+        except TypeError:
+            moments = None
+        if moments is None:
+            options.choice("moment_dtype", self.moment_dtype, tuple(_MOMENTS))
+        options.not_yet("moment_dtype", moments, ("float32",))
+        self.moment_dtype = moments
+        self.outliers = _auto_share("outliers", self.outliers, 0.1)
+        self.keep_precise = _auto_share("keep_precise", self.keep_precise, 0.5)
+        _off("keep_precise", self.keep_precise, (0.0,))
+        options.integer("error_rank", self.error_rank, minimum=0)
+        _off("error_rank", self.error_rank, (0,))
+        options.integer("error_iters", self.error_iters, minimum=1)
+        options.boolean("double_quant", self.double_quant)
+        options.not_yet("double_quant", self.double_quant, (False,))
+
+    def _check_environment(self) -> None:
+        for variable, option in _BUDGET_VARIABLES.items():
+            if os.environ.get(variable):
+                raise OptionError(
+                    f"environment variable {variable} (option {option}) is not available in this release; unset it"
+                )
+
+    def notes(self) -> list[str]:
+        """Return one line for each ``"auto"`` that this release decides by having a single choice."""
+        lines = []
+        if self.offload == "auto":
+            lines.append("offload=auto: optimizer state stays where the placement rule puts it (no takeover yet)")
+        if self.outliers:
+            lines.append(f"outliers={self.outliers:g} ignored: it applies to nvfp4 on tensor cores only")
+        if self.prefer == "speed":
+            lines.append("prefer=speed: nothing streams in this release, so no codec was changed")
+        for name, choice in (
+            ("activation_offload", "saved activations stay on the device"),
+            ("param_offload", "weights stay on the device"),
+            ("recompute", "no block recomputes"),
+            ("attention", "torch's own order of backends"),
+            ("kernels", "the model's own modules compute"),
+            ("fused_lora", "adapters compute as PEFT does"),
+            ("capture", "blocks run eagerly"),
+        ):
+            if getattr(self, name) == "auto":
+                lines.append(f"{name}=auto: {choice}")
+        return lines
+

@@ -1,0 +1,106 @@
+"""`memory_report()`: where the bytes of a wrapped model are, as plain data."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from torch import Tensor, nn
+from ts_core.errors import StateError
+
+from trainstream._session import Session, session_of
+
+__all__ = ["memory_report", "stored_bytes"]
+
+
+def stored_bytes(tensor: Tensor) -> int:
+    """Return the bytes a tensor takes as stored: packed bytes of a quantized one, else its elements' bytes."""
+    packed = getattr(tensor, "packed_bytes", None)
+    return int(packed) if packed is not None else tensor.numel() * tensor.element_size()
+
+
+def memory_report(model: nn.Module) -> dict[str, Any]:
+    """Say where every byte of a wrapped model is, what moved and what was decided.
+
+    Args:
+        model: A model that `wrap()` returned.
+
+    Returns:
+        JSON-ready data:
+
+        - ``events``: lines of text, oldest first.
+        - ``params``: ``paged_blocks`` (how many blocks do not stay on the device), ``quantize`` (codec of frozen
+          block weights), ``total`` and ``trainable`` (elements).
+        - ``plan``: the plan as data, and ``history`` with the measured peaks and times of the latest steps.
+        - ``experts``: ``copied``, expert copies made so far (0: experts are not paged).
+        - ``tiers``: bytes now in ``device``, ``peer``, ``host`` and ``disk``. On a CPU run ``device`` is the RAM
+          that holds weights, buffers and gradients, ``host`` the RAM that holds optimizer state.
+        - ``moved``: ``h2d_bytes`` and ``d2h_bytes`` so far.
+        - ``times``: seconds in optimizer steps so far, as the optimizer counts them.
+        - ``blocks``: one row per block: name, kind, tier, codec, policy, parameters, trainable, bytes.
+
+    Raises:
+        StateError: The model is not wrapped.
+
+    Example:
+        >>> model, optimizer = trainstream.wrap(torch.nn.Linear(4, 4))
+        >>> memory_report(model)["tiers"]["device"]
+        80
+    """
+    session = session_of(model)
+    if session is None:
+        raise StateError("memory_report(model): expected a wrapped model; call trainstream.wrap(model) first")
+    stats = session.optimizer.stats() if hasattr(session.optimizer, "stats") else {}  # type: ignore[union-attr]
+    parameters = list(model.parameters())
+    return {
+        "events": list(session.events.events),
+        "params": {
+            "paged_blocks": len(session.plan.paged),
+            "quantize": session.plan.numerics.quantize,
+            "total": sum(p.numel() for p in parameters),
+            "trainable": sum(p.numel() for p in parameters if p.requires_grad),
+        },
+        "plan": {**session.plan.to_dict(), "history": [dict(entry) for entry in session.history]},
+        "experts": {"copied": 0},
+        "tiers": _tiers(session, stats),
+        "moved": {key: int(stats.get(key, 0)) for key in ("h2d_bytes", "d2h_bytes")},
+        "times": {key: value for key, value in stats.items() if key.endswith("_s")},
+        "blocks": _table(session),
+    }
+
+
+def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
+    tiers = {"device": 0, "peer": 0, "host": 0, "disk": 0}
+    model = session.model
+    on_cuda = session.plan.device.startswith("cuda")
+    for tensor in [*model.parameters(), *model.buffers()]:
+        held = [tensor] if tensor.grad is None else [tensor, tensor.grad]
+        for each in held:
+            place = "host" if on_cuda and each.device.type == "cpu" else "device"
+            tiers[place] += stored_bytes(each)
+    if "host_state_bytes" in stats:
+        tiers["host"] += int(stats["host_state_bytes"])
+        tiers["device"] += int(stats.get("device_state_bytes", 0))
+    elif session.optimizer is not None:
+        for state in session.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, Tensor):
+                    tiers["device" if value.is_cuda or not on_cuda else "host"] += stored_bytes(value)
+    return tiers
+
+
+def _table(session: Session) -> list[dict[str, Any]]:
+    parameters = dict(session.model.named_parameters(remove_duplicate=False))
+    rows = []
+    for group, plan in zip(session.block_map.groups, session.plan.blocks, strict=True):
+        own = [parameters[name] for name in group.parameters if name in parameters]
+        rows.append(
+            {
+                **dataclasses.asdict(plan),
+                "kind": group.kind,
+                "parameters": sum(p.numel() for p in own),
+                "trainable": sum(p.numel() for p in own if p.requires_grad),
+                "bytes": sum(stored_bytes(p) for p in own),
+            }
+        )
+    return rows

@@ -1,0 +1,117 @@
+"""The session: everything `wrap()` keeps about a model while it is wrapped."""
+
+from __future__ import annotations
+
+import collections
+import resource
+import sys
+import time
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from ts_core.blocks import BlockMap
+from ts_core.plan import Plan
+from ts_core.trace import EventLog
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.utils.hooks import RemovableHandle
+
+    from trainstream._options import WrapOptions
+
+__all__ = ["Session", "session_of"]
+
+_HISTORY = 64  # steps whose measurements are kept
+
+
+class Session:
+    """State of one wrapped model.
+
+    Attributes:
+        model: The wrapped model.
+        optimizer: The optimizer `wrap()` returned, or None when nothing is trained.
+        options: The checked options.
+        block_map: Which parameters form which block.
+        plan: Where every block lives; ``plan.policy[b]`` is block b's activation policy.
+        events: What happened and what was decided, as lines of text.
+        decisions: The lines that decided an ``"auto"`` option.
+        adapting: True while the session still tunes itself; always False in this release.
+        history: Measurements of the latest steps: ``step``, ``step_s`` (seconds since the previous step),
+            ``device_peak_bytes`` (0 on the CPU) and ``host_peak_bytes`` (peak resident size of the process).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer | None,
+        options: WrapOptions,
+        block_map: BlockMap,
+        plan: Plan,
+    ) -> None:
+        """Keep the parts together; `start` begins measuring."""
+        self.model = model
+        self.optimizer = optimizer
+        self.options = options
+        self.block_map = block_map
+        self.plan = plan
+        self.events = EventLog()
+        self.decisions: list[str] = []
+        self.adapting = False
+        self.history: collections.deque[dict[str, float]] = collections.deque(maxlen=_HISTORY)
+        self.steps = 0
+        self._last: float | None = None
+        self._hook: RemovableHandle | None = None
+
+    def decide(self, line: str) -> None:
+        """Record how an ``"auto"`` option was decided."""
+        self.decisions.append(line)
+        self.events.add(line)
+
+    def start(self) -> None:
+        """Measure every optimizer step from now on."""
+        if self.optimizer is not None:
+            self._hook = self.optimizer.register_step_post_hook(self._after_step)
+
+    def stop(self) -> None:
+        """Drain pending work and remove the session's hooks."""
+        synchronize = getattr(self.optimizer, "synchronize", None)
+        if synchronize is not None:
+            synchronize()
+        if self._hook is not None:
+            self._hook.remove()
+            self._hook = None
+
+    def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        now = time.perf_counter()
+        self.steps += 1
+        cuda = self.plan.device.startswith("cuda")
+        self.history.append(
+            {
+                "step": self.steps,
+                "step_s": now - self._last if self._last is not None else float("nan"),
+                "device_peak_bytes": torch.cuda.max_memory_allocated(self.plan.device) if cuda else 0,
+                "host_peak_bytes": host_peak_bytes(),
+            }
+        )
+        self._last = now
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copy of a wrapped model is a plain model: the session, its hooks and its optimizer stay behind."""
+        return
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        """Pickle as None, for the same reason."""
+        return type(None), ()
+
+
+def host_peak_bytes() -> int:
+    """Return the peak resident size of this process in bytes."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts kilobytes, macOS bytes
+
+
+def session_of(model: nn.Module) -> Session | None:
+    """Return the session of a wrapped model, or None."""
+    session = getattr(model, "_trainstream_session", None)
+    return session if isinstance(session, Session) and session.model is model else None

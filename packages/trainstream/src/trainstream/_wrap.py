@@ -1,0 +1,342 @@
+"""`wrap()` and `unwrap()`: compose the packages around one model.
+
+Everything that can fail is done before the first change: options are checked, the optimizer is made, memory is
+counted, and moved or quantized weights are staged beside the originals. Committing them is plain assignment, so a
+failed `wrap()` leaves model and optimizer as they were.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import ts_quant
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from ts_core import memory, registry
+from ts_core.blocks import BlockMap, block_map, find_blocks
+from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
+from ts_core.plan import BlockPlan, Numerics, Plan
+from ts_optim import OffloadAdamW
+from ts_quant.model import quantizable_weights
+
+from trainstream._options import WrapOptions
+from trainstream._report import stored_bytes
+from trainstream._session import Session, session_of
+
+__all__ = ["unwrap", "wrap"]
+
+_HOST_STATE_BYTES = 12  # per trained element: fp32 master weight and two fp32 moments
+
+
+def wrap(
+    model: nn.Module, optimizer: Optimizer | None = None, **options: Any
+) -> tuple[nn.Module, Optimizer | None]:
+    """Make `model` train with its optimizer state on the host, and its frozen weights quantized if asked.
+
+    The same model object comes back. A ``torch.optim.AdamW`` (or ``Adam`` without coupled decay) is replaced by an
+    `OffloadAdamW` that takes over its parameter groups, hyperparameters and state; the group dictionaries are
+    shared, so a scheduler made before keeps working. Any other optimizer is kept as it is.
+
+    Args:
+        model: Any module. Its layer stack is found by itself, or given as ``blocks=``.
+        optimizer: An optimizer over (some of) its parameters; None makes an `OffloadAdamW` over every parameter
+            that requires grad, with ``lr=`` (1e-3). None is returned when nothing requires grad.
+        **options: See the options page of the documentation. Values outside the accepted ones are refused.
+
+    Returns:
+        The model and the optimizer to use.
+
+    Raises:
+        OptionError: An unknown option, a value outside the accepted ones, or one that this release cannot carry
+            out (also a ``ValueError``).
+        ArgumentTypeError: `model` is no module or `optimizer` no optimizer (also a ``TypeError``).
+        DoesNotFitError: It cannot fit (also a ``MemoryError``); the message has the numbers.
+        StateError: The model is wrapped already (also a ``RuntimeError``).
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+        >>> model, optimizer = trainstream.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        >>> model(torch.randn(2, 8)).sum().backward()
+        >>> optimizer.step()
+    """
+    if not isinstance(model, nn.Module):
+        raise ArgumentTypeError(f"wrap(model): expected a torch.nn.Module, given {type(model).__name__}")
+    if optimizer is not None and not isinstance(optimizer, Optimizer):
+        raise ArgumentTypeError(
+            f"wrap(optimizer): expected a torch.optim.Optimizer or None, given {type(optimizer).__name__}"
+        )
+    if session_of(model) is not None:
+        raise StateError("wrap(model): the model is wrapped already; call trainstream.unwrap(model) first")
+    checked = WrapOptions.from_kwargs(**options)
+    blocks = find_blocks(model, checked.blocks)
+    device = _target_device(model, checked)
+    _use_fast_copies(device)
+    adopted, how = _adopt(model, optimizer, checked)
+    codec, why = _choose_codec(model, blocks, adopted, device, checked)
+    if codec != "none":
+        _check_quantizable(optimizer, model, blocks)
+    staged = _stage(model, blocks, device, codec, checked.quant_block_size)
+
+    _commit(model, staged)  # from here on nothing can fail
+    groups = block_map(model, checked.blocks)
+    session = Session(model, adopted, checked, groups, _plan(groups, model, device, codec, adopted, checked))
+    session.events.add(f"wrapped: {len(blocks)} blocks, computing on {device}")
+    session.events.add(how)
+    if why:
+        session.decide(why)
+    for line in checked.notes():
+        session.decide(line)
+    model.__dict__["_trainstream_session"] = session
+    session.start()
+    return model, adopted
+
+
+def unwrap(model: nn.Module) -> nn.Module:
+    """Finish pending work, remove every hook and forget the session; the model stays usable where it is.
+
+    Weights that `wrap()` quantized stay quantized (their exact values are gone); `ts_quant.dequantize_model`
+    decodes them. The optimizer stays usable.
+
+    Args:
+        model: A model that `wrap()` returned.
+
+    Returns:
+        The same model.
+
+    Raises:
+        StateError: The model is not wrapped.
+
+    Example:
+        >>> model = trainstream.unwrap(model)
+    """
+    session = session_of(model)
+    if session is None:
+        raise StateError("unwrap(model): expected a wrapped model")
+    session.stop()
+    del model.__dict__["_trainstream_session"]
+    return model
+
+
+def _target_device(model: nn.Module, options: WrapOptions) -> torch.device:
+    if options.device is not None:
+        return torch.device(options.device)
+    devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
+    if torch.device("meta") in devices:
+        raise OptionError("wrap(model): the model has parameters on the meta device; load its weights first")
+    if len(devices) > 1:
+        raise OptionError(
+            "option device: the model's tensors are on "
+            f"{', '.join(sorted(map(str, devices)))}; name the one to compute on"
+        )
+    return devices.pop() if devices else torch.device("cpu")
+
+
+def _use_fast_copies(device: torch.device) -> None:
+    """Put ts-paging's pinned allocator and copy engine in the place of torch's, once a GPU is used."""
+    if device.type == "cuda":
+        import ts_paging
+
+        if not isinstance(registry.copy_engine(), ts_paging.CopyEngine):
+            registry.set_host_allocator(ts_paging.PinnedAllocator())
+            registry.set_copy_engine(ts_paging.CopyEngine())
+
+
+def _adopt(
+    model: nn.Module, optimizer: Optimizer | None, options: WrapOptions
+) -> tuple[Optimizer | None, str]:
+    """Return the optimizer to use, and the event that says how it came about."""
+    settings: dict[str, Any] = {
+        "max_grad_norm": options.max_grad_norm,
+        "accumulation_steps": options.accumulation_steps,
+        "threads": options.threads,
+        "moment_dtype": options.moment_dtype,
+    }
+    if optimizer is None:
+        trained = [p for p in model.parameters() if p.requires_grad]
+        if not trained:
+            return None, "optimizer: none, no parameter requires grad"
+        return OffloadAdamW(trained, lr=options.lr, **settings), f"optimizer: OffloadAdamW made, lr {options.lr:g}"
+    if isinstance(optimizer, OffloadAdamW):
+        for name in ("max_grad_norm", "accumulation_steps", "threads"):
+            if getattr(options, name) is not None:
+                setattr(optimizer, name, getattr(options, name))
+        return optimizer, "optimizer: the given OffloadAdamW"
+    reason = _cannot_take_over(optimizer)
+    if reason:
+        for name in ("max_grad_norm", "accumulation_steps"):
+            if getattr(options, name) is not None:
+                raise OptionError(f"option {name}: needs an AdamW that wrap() can take over, given {reason}")
+        return optimizer, f"optimizer: {type(optimizer).__name__} kept as it is ({reason}); its state stays put"
+    return _take_over(optimizer, settings), f"optimizer: {type(optimizer).__name__} taken over by OffloadAdamW"
+
+
+def _cannot_take_over(optimizer: Optimizer) -> str:
+    """Return why `OffloadAdamW` cannot stand in for `optimizer`, or an empty string."""
+    if type(optimizer) not in (torch.optim.AdamW, torch.optim.Adam):
+        return type(optimizer).__name__
+    for group in optimizer.param_groups:
+        for flag in ("amsgrad", "maximize", "differentiable"):
+            if group.get(flag):
+                return f"{type(optimizer).__name__} with {flag}=True"
+        decoupled = type(optimizer) is torch.optim.AdamW or group.get("decoupled_weight_decay")
+        if not decoupled and group["weight_decay"] != 0:
+            return "Adam with coupled weight decay"
+    return ""
+
+
+def _take_over(optimizer: Optimizer, settings: dict[str, Any]) -> OffloadAdamW:
+    """Make an `OffloadAdamW` on the same group dictionaries, carrying hyperparameters and state."""
+    groups = optimizer.param_groups
+    taken = OffloadAdamW(groups, **settings)
+    if optimizer.state:
+        taken.load_state_dict(optimizer.state_dict())
+    # Loading replaces the dictionaries; a scheduler made before wrap() writes into the old ones.
+    for old, new in zip(groups, taken.param_groups, strict=True):
+        old.update({key: value for key, value in new.items() if key != "params"})
+    taken.param_groups = groups
+    return taken
+
+
+def _frozen(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    return [weight.parameter for weight in quantizable_weights(model, blocks)]
+
+
+def _choose_codec(
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    optimizer: Optimizer | None,
+    device: torch.device,
+    options: WrapOptions,
+) -> tuple[str, str]:
+    """Return the codec of frozen block weights and the line that says why, or raise if nothing fits."""
+    wanted = str(options.quantize)
+    codecs = ["none", "int8", "nf4"] if wanted == "auto" else [wanted]
+    if device.type != "cuda":
+        # The weights are in RAM already; what is added is optimizer state.
+        if options.check_memory:
+            _check_host(optimizer)
+        return codecs[0], "quantize=auto: none, the weights are in RAM already" if wanted == "auto" else ""
+    resident = sum(stored_bytes(t) for t in [*model.parameters(), *model.buffers()] if t.device != device)
+    frozen = [p for p in _frozen(model, blocks) if p.device != device]
+    budget = memory.device_budget(device)
+    room = int(budget.available_bytes * (1 - options.vram_headroom))
+    needs = {}
+    for codec in codecs:
+        packed = sum(_packed_bytes(p, codec, options.quant_block_size) - stored_bytes(p) for p in frozen)
+        needs[codec] = resident + packed
+        if needs[codec] <= room or not options.check_memory:
+            if options.check_memory:
+                _check_host(optimizer)
+            return codec, f"quantize=auto: {codec}, weights need {memory.format_bytes(needs[codec])} of {room}" * (
+                wanted == "auto"
+            )
+    listed = ", ".join(f"{codec} {memory.format_bytes(size)}" for codec, size in needs.items())
+    raise DoesNotFitError(
+        f"wrap(model): weights need {listed}; {device} has room for {memory.format_bytes(room)} "
+        f"({options.vram_headroom:.0%} headroom). Use a smaller model, quantize='nf4', or a card with more memory"
+    )
+
+
+def _packed_bytes(parameter: Tensor, codec: str, block_size: int) -> int:
+    if codec == "none":
+        return stored_bytes(parameter)
+    return int(registry.codec(codec).packed_bytes(parameter.numel(), block_size))
+
+
+def _check_host(optimizer: Optimizer | None) -> None:
+    if not isinstance(optimizer, OffloadAdamW):
+        return
+    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+    need = sum(p.numel() * _HOST_STATE_BYTES for p in trained)
+    need -= sum(
+        p.numel() * 4 for p in trained if p.dtype == torch.float32 and p.device.type == "cpu"
+    )  # its own master
+    room = memory.host_budget().available_bytes
+    if need > room:
+        raise DoesNotFitError(
+            f"wrap(model): optimizer state of {sum(p.numel() for p in trained):,} trained parameters needs "
+            f"{memory.format_bytes(need)} of RAM, {memory.format_bytes(room)} are available. Train fewer parameters "
+            "(LoRA), or pass check_memory=False to try all the same"
+        )
+
+
+def _check_quantizable(optimizer: Optimizer | None, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
+    """Refuse to quantize a weight that an optimizer holds: its updates would be lost."""
+    if optimizer is None:
+        return
+    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+    if any(id(p) in held for p in _frozen(model, blocks)):
+        raise OptionError("option quantize: a weight to be quantized is in the optimizer; freeze it first")
+
+
+@dataclasses.dataclass
+class _Staged:
+    """New values of a model's tensors, made beside the old ones."""
+
+    data: list[tuple[Tensor, Tensor]]  # (tensor of the model, its value on the target device)
+    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]  # id of the old -> (old, new) where the kind changes
+
+
+def _stage(
+    model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, codec: str, block_size: int
+) -> _Staged:
+    staged = _Staged([], {})
+    quantized = {id(p) for p in _frozen(model, blocks)} if codec != "none" else set()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        value = tensor.detach()
+        if id(tensor) in quantized:
+            packed = ts_quant.quantize(value.to(device), codec, block_size=block_size)
+            staged.replaced[id(tensor)] = (tensor, nn.Parameter(packed, requires_grad=False))
+        elif tensor.device != device and isinstance(value, ts_quant.QuantizedTensor):
+            staged.replaced[id(tensor)] = (tensor, nn.Parameter(value.to(device), requires_grad=False))
+        elif tensor.device != device:
+            staged.data.append((tensor, value.to(device)))
+    return staged
+
+
+def _commit(model: nn.Module, staged: _Staged) -> None:
+    for tensor, value in staged.data:
+        tensor.data = value
+        if tensor.grad is not None:
+            tensor.grad = tensor.grad.to(value.device)
+    if staged.replaced:
+        for module in model.modules():
+            for name, parameter in module._parameters.items():
+                if id(parameter) in staged.replaced:
+                    module._parameters[name] = staged.replaced[id(parameter)][1]
+
+
+def _plan(
+    groups: BlockMap,
+    model: nn.Module,
+    device: torch.device,
+    codec: str,
+    optimizer: Optimizer | None,
+    options: WrapOptions,
+) -> Plan:
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    rows = []
+    for group in groups.groups:
+        own = [parameters[name] for name in group.parameters if name in parameters]
+        codecs = {p.codec for p in own if isinstance(p, ts_quant.QuantizedTensor)}
+        rows.append(
+            BlockPlan(
+                name=group.name,
+                codec=codecs.pop() if len(codecs) == 1 else "mixed" if codecs else "none",
+                bytes=sum(stored_bytes(p) for p in own),
+            )
+        )
+    used = {row.codec for row in rows} - {"none"}
+    return Plan(
+        device=str(device),
+        blocks=tuple(rows),
+        numerics=Numerics(
+            quantize=used.pop() if len(used) == 1 else "mixed" if used else codec,
+            quant_block_size=options.quant_block_size,
+            moment_dtype=options.moment_dtype,
+        ),
+        optimizer="cpu" if isinstance(optimizer, OffloadAdamW) else "none",
+    )

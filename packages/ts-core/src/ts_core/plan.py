@@ -1,0 +1,121 @@
+"""The plan: plain frozen data that says where every block lives and how it is stored.
+
+A plan has two parts. Placement (tier, activation policy, prefetch depth, slots, optimizer place) never changes a
+bit of the result. Numerics (codec, moment format, kernels) is chosen once and saved with every checkpoint.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from typing import Any
+
+from ts_core.errors import CheckpointError
+
+__all__ = ["BlockPlan", "Numerics", "Plan"]
+
+_FORMAT = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockPlan:
+    """One block's line of the plan.
+
+    Attributes:
+        name: Group name in the block map (``blocks.0``, ``embedding``, ...).
+        tier: ``device``, ``peer``, ``host`` or ``disk``: where its weights live between uses.
+        codec: How frozen weights are stored: ``none`` or a registered codec's name.
+        policy: ``keep``, ``offload`` or ``recompute`` of its saved activations.
+        bytes: Bytes of its weights as stored under this plan.
+    """
+
+    name: str
+    tier: str = "device"
+    codec: str = "none"
+    policy: str = "keep"
+    bytes: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Numerics:
+    """What decides the bits of a run; saved in every checkpoint and forced on resume.
+
+    Attributes:
+        quantize: Codec of frozen block weights.
+        quant_block_size: Values per scale.
+        moment_dtype: Format of AdamW's moments.
+        kernels: Whether fused kernels replace the model's own modules.
+        attention: SDPA backend, or None for torch's own order.
+    """
+
+    quantize: str = "none"
+    quant_block_size: int = 64
+    moment_dtype: str = "float32"
+    kernels: bool = False
+    attention: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Where everything lives: one line per block, and the global choices.
+
+    Attributes:
+        device: Where the model computes, as ``str(torch.device)``.
+        blocks: One entry per block, in the order of use.
+        numerics: The part that decides bits.
+        optimizer: Where optimizer state is updated: ``cpu``, ``gpu`` or ``none`` (a foreign optimizer).
+        prefetch_depth: Blocks fetched ahead.
+        slots: Device slots that serve paged blocks; 0 when none is paged.
+
+    Example:
+        >>> plan = Plan(device="cpu", blocks=(BlockPlan("blocks.0"),))
+        >>> Plan.from_json(plan.to_json()) == plan
+        True
+    """
+
+    device: str
+    blocks: tuple[BlockPlan, ...] = ()
+    numerics: Numerics = dataclasses.field(default_factory=Numerics)
+    optimizer: str = "cpu"
+    prefetch_depth: int = 1
+    slots: int = 0
+
+    @property
+    def policy(self) -> tuple[str, ...]:
+        """Activation policy of every block of the stack, by index."""
+        return tuple(block.policy for block in self.blocks if block.name.startswith("blocks."))
+
+    @property
+    def paged(self) -> tuple[str, ...]:
+        """Names of the blocks whose weights do not stay on the device."""
+        return tuple(block.name for block in self.blocks if block.tier != "device")
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the plan as JSON-ready data."""
+        return {"format": _FORMAT, **dataclasses.asdict(self)}
+
+    def to_json(self) -> str:
+        """Return the plan as a JSON string that `from_json` reads back."""
+        return json.dumps(self.to_dict(), indent=1, sort_keys=True)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """Read a plan written by `to_json`.
+
+        Args:
+            text: JSON text.
+
+        Returns:
+            The plan, equal to the one written.
+
+        Raises:
+            CheckpointError: Not JSON, an unknown format, or missing and unknown fields.
+        """
+        try:
+            data = json.loads(text)
+            if data.pop("format") != _FORMAT:
+                raise ValueError("unknown format")
+            blocks = tuple(BlockPlan(**block) for block in data.pop("blocks"))
+            return cls(blocks=blocks, numerics=Numerics(**data.pop("numerics")), **data)
+        except (ValueError, TypeError, KeyError, AttributeError) as error:
+            raise CheckpointError(f"Plan.from_json: expected a plan of format {_FORMAT}, given: {error}") from error

@@ -1,0 +1,66 @@
+"""TrainStream for Hugging Face models: loading, GGUF files, losses and text data.
+
+Importing this package is cheap: transformers is imported by the functions that need it.
+"""
+
+from __future__ import annotations
+
+import importlib
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .checkpoint import Checkpoint, resolve
+    from .gguf import fetch_smollm2, load_gguf, save_as_safetensors, smollm2_path
+    from .loading import load_model, load_tokenizer
+    from .losses import backbone, causal_lm_loss_for, count_items
+    from .safetensors_reader import SafetensorsReader
+    from .tokens import stdlib_text, text_dataset
+
+__version__ = version("ts-hf")
+
+_HOME = {
+    "Checkpoint": "checkpoint",
+    "SafetensorsReader": "safetensors_reader",
+    "backbone": "losses",
+    "causal_lm_loss_for": "losses",
+    "count_items": "losses",
+    "fetch_smollm2": "gguf",
+    "load_gguf": "gguf",
+    "load_model": "loading",
+    "load_tokenizer": "loading",
+    "resolve": "checkpoint",
+    "save_as_safetensors": "gguf",
+    "smollm2_path": "gguf",
+    "stdlib_text": "tokens",
+    "text_dataset": "tokens",
+}
+
+__all__ = [  # noqa: RUF022 - sorted as _HOME is
+    "Checkpoint",
+    "SafetensorsReader",
+    "backbone",
+    "causal_lm_loss_for",
+    "count_items",
+    "fetch_smollm2",
+    "load_gguf",
+    "load_model",
+    "load_tokenizer",
+    "resolve",
+    "save_as_safetensors",
+    "smollm2_path",
+    "stdlib_text",
+    "text_dataset",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -40,7 +40,16 @@ SHAPES = {
             "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
 }  # fmt: skip
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ENGINES = ("trainstream-nf4", "trainstream-int8", "trainstream", "stock", "stock-ckpt", "bnb", "bnb-ckpt", "bnb-liger")
+ENGINES = (
+    "trainstream-nf4",
+    "trainstream-int8",
+    "trainstream",
+    "stock",
+    "stock-ckpt",
+    "bnb",
+    "bnb-ckpt",
+    "bnb-liger",
+)
 WARMUP = 3
 
 
@@ -59,7 +68,9 @@ def build(shape: str, dtype, device: str, replace=None):
             if parameter.dim() == 1:
                 value = torch.full(parameter.shape, float(key == "weight"), dtype=dtype, device=device)
             else:
-                value = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(0, 0.02, generator=generator)
+                value = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(
+                    0, 0.02, generator=generator
+                )
             module._parameters[key] = torch.nn.Parameter(value, requires_grad=True)
         if replace is not None and isinstance(module, torch.nn.Linear) and ".layers." in name:
             parent, _, leaf = name.rpartition(".")
@@ -122,8 +133,9 @@ def make_engine(engine: str, shape: str, kind: str, device: str, lr: float):
     optimizer = torch.optim.AdamW(trained, lr=lr, fused=device == "cuda")
     model.train()
     if engine.startswith("trainstream"):
-        import trainstream
         from ts_hf.losses import backbone, causal_lm_loss_for
+
+        import trainstream
 
         codec = engine.partition("-")[2] or "none"
         model, optimizer = trainstream.wrap(model, optimizer, quantize=codec)
@@ -227,10 +239,21 @@ def worker(args: argparse.Namespace) -> dict:
 
 
 def run_one(args: argparse.Namespace, engine: str) -> dict:
-    command = [sys.executable, __file__, "--scenario", args.scenario, "--worker", engine, "--steps", str(args.steps)]
+    command = [
+        sys.executable,
+        __file__,
+        "--scenario",
+        args.scenario,
+        "--worker",
+        engine,
+        "--steps",
+        str(args.steps),
+    ]
     where = {"scenario": args.scenario, "engine": engine}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, env=dict(os.environ))
+        done = subprocess.run(
+            command, capture_output=True, text=True, timeout=args.timeout, env=dict(os.environ)
+        )
     except subprocess.TimeoutExpired:
         return {**where, "error": f"no result within {args.timeout} s"}
     for line in done.stdout.splitlines():
@@ -240,7 +263,9 @@ def run_one(args: argparse.Namespace, engine: str) -> dict:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="lora7b")
     parser.add_argument("--engines", default="trainstream-nf4,bnb,stock", help=f"of {', '.join(ENGINES)}")
     parser.add_argument("--steps", type=int, default=10, help=f"timed steps, after {WARMUP} for warming up")

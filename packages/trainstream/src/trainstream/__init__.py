@@ -6,14 +6,13 @@ Example:
 
 from importlib.metadata import version
 
+from trainstream._report import memory_report
+from trainstream._wrap import unwrap, wrap
 from ts_core.blocks import find_blocks
 from ts_core.errors import TrainStreamError
 from ts_fused import causal_lm_loss, chunked_cross_entropy, rms_norm
 from ts_optim import OffloadAdamW
 from ts_quant import QuantizedTensor, dequantize, quantize, quantize_model
-
-from trainstream._report import memory_report
-from trainstream._wrap import unwrap, wrap
 
 __version__ = version("trainstream")
 

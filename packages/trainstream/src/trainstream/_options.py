@@ -1,7 +1,7 @@
 """Options of `wrap()`: every accepted value, its default, and what this release carries out.
 
-A value outside the accepted ones is refused with the accepted ones named. A value that belongs to a mechanism which
-is not built yet is refused too, and the message says so: no option is ever ignored silently.
+A value outside the accepted ones is refused with the accepted ones named. A value that belongs to a
+mechanism which is not built yet is refused too, and the message says so: no option is ignored silently.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from ts_core import memory, options
 from ts_core.errors import OptionError
 
@@ -52,7 +53,7 @@ def _share(name: str, value: Any, *, indices: bool) -> None:
 
 
 def _off(name: str, value: Any, off: tuple[Any, ...]) -> None:
-    """Refuse a value of a mechanism that this release does not have; `off` are the values that leave it off."""
+    """Refuse a value of a mechanism that is not built yet; the values in `off` leave it off."""
     if not any(value is x or (type(value) is type(x) and value == x) for x in off):
         if isinstance(value, float | int) and not isinstance(value, bool) and value == 0 and 0.0 in off:
             return
@@ -81,7 +82,7 @@ def _auto_share(name: str, value: Any, top: float) -> float:
 
 @dataclasses.dataclass
 class WrapOptions:
-    """Every option of `wrap()`, checked when made; see the documentation page on options for what each one does."""
+    """Every option of `wrap()`, checked when made; the documentation has a page on what each does."""
 
     optimizer_mode: str = "cpu"
     offload: str | bool = "auto"
@@ -129,7 +130,7 @@ class WrapOptions:
     lossless: str | bool = "auto"
 
     def __post_init__(self) -> None:
-        """Check every option: first against what is accepted at all, then against what this release can do."""
+        """Check every option: against what is accepted at all, then against what this release can do."""
         self._check_choices()
         self._check_numbers()
         self._check_placement()
@@ -199,7 +200,9 @@ class WrapOptions:
                 _off(name, value, ("auto", False, None))
         if self.disk_offload is not None:
             if not isinstance(self.disk_offload, str | os.PathLike):
-                raise OptionError(f"option disk_offload: expected None or a directory, given {self.disk_offload!r}")
+                raise OptionError(
+                    f"option disk_offload: expected None or a directory, given {self.disk_offload!r}"
+                )
             options.not_yet("disk_offload", self.disk_offload, (None,))
         for name in ("max_inflight_bytes", "vram_budget", "ram_budget", "disk_budget"):
             if getattr(self, name) is not None:
@@ -210,7 +213,9 @@ class WrapOptions:
             not isinstance(self.blocks, Sequence | nn.ModuleList)
             or not all(isinstance(block, nn.Module) for block in self.blocks)
         ):
-            raise OptionError(f"option blocks: expected None or a list of modules, given {type(self.blocks).__name__}")
+            raise OptionError(
+                f"option blocks: expected None or a list of modules, given {type(self.blocks).__name__}"
+            )
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.distributed is True or (
             self.distributed is None and group and torch.distributed.get_world_size() > 1
@@ -222,14 +227,18 @@ class WrapOptions:
         try:
             device = torch.device(value)
         except (RuntimeError, TypeError) as error:
-            raise OptionError(f"option device: expected 'cpu', 'cuda' or 'cuda:N', given {value!r}") from error
+            raise OptionError(
+                f"option device: expected 'cpu', 'cuda' or 'cuda:N', given {value!r}"
+            ) from error
         if device.type not in ("cpu", "cuda"):
             raise OptionError(f"option device: expected 'cpu', 'cuda' or 'cuda:N', given {value!r}")
         if device.type == "cuda":
             count = torch.cuda.device_count()
             if count == 0 or (device.index or 0) >= count:
                 raise OptionError(f"option device={value!r}: this process sees {count} CUDA devices")
-            device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+            device = torch.device(
+                "cuda", torch.cuda.current_device() if device.index is None else device.index
+            )
         return device
 
     def _check_quantization(self) -> None:
@@ -258,14 +267,16 @@ class WrapOptions:
         for variable, option in _BUDGET_VARIABLES.items():
             if os.environ.get(variable):
                 raise OptionError(
-                    f"environment variable {variable} (option {option}) is not available in this release; unset it"
+                    f"environment variable {variable}: option {option} is not available in this release"
                 )
 
     def notes(self) -> list[str]:
         """Return one line for each ``"auto"`` that this release decides by having a single choice."""
         lines = []
         if self.offload == "auto":
-            lines.append("offload=auto: optimizer state stays where the placement rule puts it (no takeover yet)")
+            lines.append(
+                "offload=auto: optimizer state stays where the placement rule puts it (no takeover yet)"
+            )
         if self.outliers:
             lines.append(f"outliers={self.outliers:g} ignored: it applies to nvfp4 on tensor cores only")
         if self.prefer == "speed":
@@ -282,4 +293,3 @@ class WrapOptions:
             if getattr(self, name) == "auto":
                 lines.append(f"{name}=auto: {choice}")
         return lines
-

@@ -6,9 +6,9 @@ import dataclasses
 from typing import Any
 
 from torch import Tensor, nn
-from ts_core.errors import StateError
 
 from trainstream._session import Session, session_of
+from ts_core.errors import StateError
 
 __all__ = ["memory_report", "stored_bytes"]
 
@@ -97,7 +97,6 @@ def _table(session: Session) -> list[dict[str, Any]]:
         rows.append(
             {
                 **dataclasses.asdict(plan),
-                "kind": group.kind,
                 "parameters": sum(p.numel() for p in own),
                 "trainable": sum(p.numel() for p in own if p.requires_grad),
                 "bytes": sum(stored_bytes(p) for p in own),

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
+
 from ts_core.blocks import BlockMap
 from ts_core.plan import Plan
 from ts_core.trace import EventLog

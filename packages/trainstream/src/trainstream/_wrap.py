@@ -1,8 +1,8 @@
 """`wrap()` and `unwrap()`: compose the packages around one model.
 
-Everything that can fail is done before the first change: options are checked, the optimizer is made, memory is
-counted, and moved or quantized weights are staged beside the originals. Committing them is plain assignment, so a
-failed `wrap()` leaves model and optimizer as they were.
+Everything that can fail is done before the first change: options are checked, the optimizer is made,
+memory is counted, and moved or quantized weights are staged beside the originals. Committing them is
+plain assignment, so a failed `wrap()` leaves model and optimizer as they were.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import ts_quant
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from ts_quant.model import quantizable_weights
+
+import ts_quant
+from trainstream._options import WrapOptions
+from trainstream._report import stored_bytes
+from trainstream._session import Session, session_of
 from ts_core import memory, registry
 from ts_core.blocks import BlockMap, block_map, find_blocks
 from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
 from ts_core.plan import BlockPlan, Numerics, Plan
 from ts_optim import OffloadAdamW
-from ts_quant.model import quantizable_weights
-
-from trainstream._options import WrapOptions
-from trainstream._report import stored_bytes
-from trainstream._session import Session, session_of
 
 __all__ = ["unwrap", "wrap"]
 
@@ -36,29 +36,30 @@ def wrap(
 ) -> tuple[nn.Module, Optimizer | None]:
     """Make `model` train with its optimizer state on the host, and its frozen weights quantized if asked.
 
-    The same model object comes back. A ``torch.optim.AdamW`` (or ``Adam`` without coupled decay) is replaced by an
-    `OffloadAdamW` that takes over its parameter groups, hyperparameters and state; the group dictionaries are
-    shared, so a scheduler made before keeps working. Any other optimizer is kept as it is.
+    The same model object comes back. A ``torch.optim.AdamW`` (or ``Adam`` without coupled decay) is
+    replaced by an `OffloadAdamW` that takes over its parameter groups, hyperparameters and state; the group
+    dictionaries are shared, so a scheduler made before keeps working. Any other optimizer is kept as it is.
 
     Args:
         model: Any module. Its layer stack is found by itself, or given as ``blocks=``.
-        optimizer: An optimizer over (some of) its parameters; None makes an `OffloadAdamW` over every parameter
-            that requires grad, with ``lr=`` (1e-3). None is returned when nothing requires grad.
+        optimizer: An optimizer over (some of) its parameters; None makes an `OffloadAdamW` over every
+            parameter that requires grad, with ``lr=`` (1e-3). None is returned when nothing requires grad.
         **options: See the options page of the documentation. Values outside the accepted ones are refused.
 
     Returns:
         The model and the optimizer to use.
 
     Raises:
-        OptionError: An unknown option, a value outside the accepted ones, or one that this release cannot carry
-            out (also a ``ValueError``).
+        OptionError: An unknown option, a value outside the accepted ones, or one that this release cannot
+            carry out (also a ``ValueError``).
         ArgumentTypeError: `model` is no module or `optimizer` no optimizer (also a ``TypeError``).
         DoesNotFitError: It cannot fit (also a ``MemoryError``); the message has the numbers.
         StateError: The model is wrapped already (also a ``RuntimeError``).
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
-        >>> model, optimizer = trainstream.wrap(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+        >>> optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        >>> model, optimizer = trainstream.wrap(model, optimizer)
         >>> model(torch.randn(2, 8)).sum().backward()
         >>> optimizer.step()
     """
@@ -76,11 +77,9 @@ def wrap(
     _use_fast_copies(device)
     adopted, how = _adopt(model, optimizer, checked)
     codec, why = _choose_codec(model, blocks, adopted, device, checked)
-    if codec != "none":
-        _check_quantizable(optimizer, model, blocks)
     staged = _stage(model, blocks, device, codec, checked.quant_block_size)
 
-    _commit(model, staged)  # from here on nothing can fail
+    _commit(model, adopted, staged)  # from here on nothing can fail
     groups = block_map(model, checked.blocks)
     session = Session(model, adopted, checked, groups, _plan(groups, model, device, codec, adopted, checked))
     session.events.add(f"wrapped: {len(blocks)} blocks, computing on {device}")
@@ -158,7 +157,9 @@ def _adopt(
         trained = [p for p in model.parameters() if p.requires_grad]
         if not trained:
             return None, "optimizer: none, no parameter requires grad"
-        return OffloadAdamW(trained, lr=options.lr, **settings), f"optimizer: OffloadAdamW made, lr {options.lr:g}"
+        return OffloadAdamW(
+            trained, lr=options.lr, **settings
+        ), f"optimizer: OffloadAdamW made, lr {options.lr:g}"
     if isinstance(optimizer, OffloadAdamW):
         for name in ("max_grad_norm", "accumulation_steps", "threads"):
             if getattr(options, name) is not None:
@@ -169,8 +170,13 @@ def _adopt(
         for name in ("max_grad_norm", "accumulation_steps"):
             if getattr(options, name) is not None:
                 raise OptionError(f"option {name}: needs an AdamW that wrap() can take over, given {reason}")
-        return optimizer, f"optimizer: {type(optimizer).__name__} kept as it is ({reason}); its state stays put"
-    return _take_over(optimizer, settings), f"optimizer: {type(optimizer).__name__} taken over by OffloadAdamW"
+        return (
+            optimizer,
+            f"optimizer: {type(optimizer).__name__} kept as it is ({reason}); its state stays put",
+        )
+    return _take_over(
+        optimizer, settings
+    ), f"optimizer: {type(optimizer).__name__} taken over by OffloadAdamW"
 
 
 def _cannot_take_over(optimizer: Optimizer) -> str:
@@ -230,13 +236,14 @@ def _choose_codec(
         if needs[codec] <= room or not options.check_memory:
             if options.check_memory:
                 _check_host(optimizer)
-            return codec, f"quantize=auto: {codec}, weights need {memory.format_bytes(needs[codec])} of {room}" * (
-                wanted == "auto"
-            )
+            if wanted != "auto":
+                return codec, ""
+            sizes = f"{memory.format_bytes(needs[codec])} of {memory.format_bytes(room)}"
+            return codec, f"quantize=auto: {codec}, weights need {sizes}"
     listed = ", ".join(f"{codec} {memory.format_bytes(size)}" for codec, size in needs.items())
     raise DoesNotFitError(
         f"wrap(model): weights need {listed}; {device} has room for {memory.format_bytes(room)} "
-        f"({options.vram_headroom:.0%} headroom). Use a smaller model, quantize='nf4', or a card with more memory"
+        f"({options.vram_headroom:.0%} headroom). Use a smaller model, quantize='nf4' or a larger card"
     )
 
 
@@ -251,62 +258,63 @@ def _check_host(optimizer: Optimizer | None) -> None:
         return
     trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
     need = sum(p.numel() * _HOST_STATE_BYTES for p in trained)
-    need -= sum(
-        p.numel() * 4 for p in trained if p.dtype == torch.float32 and p.device.type == "cpu"
-    )  # its own master
+    # An fp32 parameter in RAM is its own master weight.
+    need -= sum(p.numel() * 4 for p in trained if p.dtype == torch.float32 and p.device.type == "cpu")
     room = memory.host_budget().available_bytes
     if need > room:
         raise DoesNotFitError(
             f"wrap(model): optimizer state of {sum(p.numel() for p in trained):,} trained parameters needs "
-            f"{memory.format_bytes(need)} of RAM, {memory.format_bytes(room)} are available. Train fewer parameters "
-            "(LoRA), or pass check_memory=False to try all the same"
+            f"{memory.format_bytes(need)} of RAM, {memory.format_bytes(room)} are available. Train fewer "
+            "parameters (LoRA), or pass check_memory=False to try all the same"
         )
-
-
-def _check_quantizable(optimizer: Optimizer | None, model: nn.Module, blocks: Sequence[nn.Module]) -> None:
-    """Refuse to quantize a weight that an optimizer holds: its updates would be lost."""
-    if optimizer is None:
-        return
-    held = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
-    if any(id(p) in held for p in _frozen(model, blocks)):
-        raise OptionError("option quantize: a weight to be quantized is in the optimizer; freeze it first")
 
 
 @dataclasses.dataclass
 class _Staged:
-    """New values of a model's tensors, made beside the old ones."""
+    """New values of a model's tensors, made beside the old ones.
 
-    data: list[tuple[Tensor, Tensor]]  # (tensor of the model, its value on the target device)
-    replaced: dict[int, tuple[nn.Parameter, nn.Parameter]]  # id of the old -> (old, new) where the kind changes
+    Attributes:
+        data: Triples (tensor of the model, its value and its gradient on the target device).
+        replaced: id of a Parameter -> the Parameter that takes its place, where the kind of tensor changes.
+    """
+
+    data: list[tuple[Tensor, Tensor, Tensor | None]] = dataclasses.field(default_factory=list)
+    replaced: dict[int, nn.Parameter] = dataclasses.field(default_factory=dict)
 
 
 def _stage(
     model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, codec: str, block_size: int
 ) -> _Staged:
-    staged = _Staged([], {})
+    staged = _Staged()
     quantized = {id(p) for p in _frozen(model, blocks)} if codec != "none" else set()
     for tensor in [*model.parameters(), *model.buffers()]:
         value = tensor.detach()
         if id(tensor) in quantized:
-            packed = ts_quant.quantize(value.to(device), codec, block_size=block_size)
-            staged.replaced[id(tensor)] = (tensor, nn.Parameter(packed, requires_grad=False))
+            value = ts_quant.quantize(value.to(device), codec, block_size=block_size)
+            staged.replaced[id(tensor)] = nn.Parameter(value, requires_grad=False)
         elif tensor.device != device and isinstance(value, ts_quant.QuantizedTensor):
-            staged.replaced[id(tensor)] = (tensor, nn.Parameter(value.to(device), requires_grad=False))
+            staged.replaced[id(tensor)] = nn.Parameter(value.to(device), requires_grad=False)
         elif tensor.device != device:
-            staged.data.append((tensor, value.to(device)))
+            grad = None if tensor.grad is None else tensor.grad.to(device)
+            staged.data.append((tensor, value.to(device), grad))
     return staged
 
 
-def _commit(model: nn.Module, staged: _Staged) -> None:
-    for tensor, value in staged.data:
+def _commit(model: nn.Module, optimizer: Optimizer | None, staged: _Staged) -> None:
+    for tensor, value, grad in staged.data:
+        tensor.grad = None
         tensor.data = value
-        if tensor.grad is not None:
-            tensor.grad = tensor.grad.to(value.device)
-    if staged.replaced:
-        for module in model.modules():
-            for name, parameter in module._parameters.items():
-                if id(parameter) in staged.replaced:
-                    module._parameters[name] = staged.replaced[id(parameter)][1]
+        tensor.grad = grad
+    places: list[Any] = [module._parameters for module in model.modules()]
+    # A frozen weight may be listed in the optimizer: left there, the original would never be freed.
+    places += [dict(enumerate(group["params"])) for group in optimizer.param_groups] if optimizer else []
+    for place in places:
+        for key, parameter in place.items():
+            if id(parameter) in staged.replaced:
+                place[key] = staged.replaced[id(parameter)]
+    if optimizer is not None:
+        for group, params in zip(optimizer.param_groups, places[-len(optimizer.param_groups) :], strict=True):
+            group["params"] = list(params.values())
 
 
 def _plan(
@@ -325,6 +333,7 @@ def _plan(
         rows.append(
             BlockPlan(
                 name=group.name,
+                kind=group.kind,
                 codec=codecs.pop() if len(codecs) == 1 else "mixed" if codecs else "none",
                 bytes=sum(stored_bytes(p) for p in own),
             )

@@ -1,7 +1,8 @@
 """The plan: plain frozen data that says where every block lives and how it is stored.
 
-A plan has two parts. Placement (tier, activation policy, prefetch depth, slots, optimizer place) never changes a
-bit of the result. Numerics (codec, moment format, kernels) is chosen once and saved with every checkpoint.
+A plan has two parts. Placement (tier, activation policy, prefetch depth, slots, optimizer place) never
+changes a bit of the result. Numerics (codec, moment format, kernels) is chosen once and saved with every
+checkpoint.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ class BlockPlan:
     """One block's line of the plan.
 
     Attributes:
-        name: Group name in the block map (``blocks.0``, ``embedding``, ...).
+        name: Path of the group in the model (``model.layers.0``), as in the block map.
+        kind: ``block`` (of the stack), ``embedding``, ``head``, ``norm`` or ``other``.
         tier: ``device``, ``peer``, ``host`` or ``disk``: where its weights live between uses.
         codec: How frozen weights are stored: ``none`` or a registered codec's name.
         policy: ``keep``, ``offload`` or ``recompute`` of its saved activations.
@@ -30,6 +32,7 @@ class BlockPlan:
     """
 
     name: str
+    kind: str = "block"
     tier: str = "device"
     codec: str = "none"
     policy: str = "keep"
@@ -68,7 +71,7 @@ class Plan:
         slots: Device slots that serve paged blocks; 0 when none is paged.
 
     Example:
-        >>> plan = Plan(device="cpu", blocks=(BlockPlan("blocks.0"),))
+        >>> plan = Plan(device="cpu", blocks=(BlockPlan("layers.0"),))
         >>> Plan.from_json(plan.to_json()) == plan
         True
     """
@@ -83,7 +86,7 @@ class Plan:
     @property
     def policy(self) -> tuple[str, ...]:
         """Activation policy of every block of the stack, by index."""
-        return tuple(block.policy for block in self.blocks if block.name.startswith("blocks."))
+        return tuple(block.policy for block in self.blocks if block.kind == "block")
 
     @property
     def paged(self) -> tuple[str, ...]:
@@ -118,4 +121,6 @@ class Plan:
             blocks = tuple(BlockPlan(**block) for block in data.pop("blocks"))
             return cls(blocks=blocks, numerics=Numerics(**data.pop("numerics")), **data)
         except (ValueError, TypeError, KeyError, AttributeError) as error:
-            raise CheckpointError(f"Plan.from_json: expected a plan of format {_FORMAT}, given: {error}") from error
+            raise CheckpointError(
+                f"Plan.from_json: expected a plan of format {_FORMAT}, given: {error}"
+            ) from error

@@ -1,0 +1,202 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+import trainstream
+from trainstream._options import WrapOptions
+from ts_core.errors import OptionError, TrainStreamError
+
+# Every option of wrap(): values this release carries out, values it refuses as not built yet, and wrong values.
+NOW = {
+    "optimizer_mode": ["cpu", "auto"],
+    "offload": ["auto", True],
+    "activation_offload": ["auto", False, 0.0, 0],
+    "param_offload": ["auto", False, 0.0, []],
+    "quantize": ["auto", "none", None, False, "int8", "nf4"],
+    "quant_block_size": [2, 64, 4096],
+    "prefer": ["exact", "speed"],
+    "recompute": ["auto", False, 0.0, []],
+    "attention": ["auto", None],
+    "outliers": [0, False, None, "auto", True, 0.1],
+    "nvfp4_backward": [False],
+    "kernels": ["auto", False, None],
+    "fused_lora": ["auto", False, None],
+    "keep_precise": [0, False, None],
+    "error_rank": [0],
+    "error_iters": [1, 5],
+    "double_quant": [False],
+    "disk_offload": [None],
+    "moe_paging": [False],
+    "host_arena": ["auto", False, None],
+    "peer": ["auto", False, None],
+    "moment_dtype": ["auto", "float32", "fp32", torch.float32],
+    "device": [None, "cpu", torch.device("cpu")],
+    "blocks": [None],
+    "distributed": [None, False],
+    "guard_params": [True, False],
+    "max_grad_norm": [None, 1.0, 0],
+    "accumulation_steps": [None, 1, 8],
+    "vram_headroom": [0.0, 0.1, 1.0],
+    "check_memory": [True, False],
+    "max_inflight_bytes": [None],
+    "max_activation_slowdown": [0.15],
+    "prefetch_depth": [1],
+    "min_offload_bytes": [1 << 20, "1MiB"],
+    "threads": [None, 1, 64],
+    "profile": [True, False],
+    "lr": [0, 1e-3],
+    "verbose": [True, False],
+    "vram_budget": [None],
+    "ram_budget": [None],
+    "disk_budget": [None],
+    "schedule": ["auto", "microbatch"],
+    "capture": ["auto", False],
+    "lossless": ["auto", False],
+}
+LATER = {
+    "optimizer_mode": ["gpu"],
+    "activation_offload": [True, 0.5],
+    "param_offload": [True, 1.0, [0, 1]],
+    "quantize": ["fp8", "nvfp4"],
+    "recompute": [True, 0.5, [0]],
+    "attention": ["cudnn", "efficient", "flash", "math"],
+    "nvfp4_backward": [True],
+    "kernels": [True],
+    "fused_lora": [True],
+    "keep_precise": [0.05, True, "auto"],
+    "error_rank": [16],
+    "double_quant": [True],
+    "disk_offload": ["/tmp"],
+    "moe_paging": [True],
+    "host_arena": ["2GiB", 1 << 30],
+    "peer": ["2GiB"],
+    "moment_dtype": ["bfloat16", "bf16", "int8", "8bit", torch.bfloat16],
+    "distributed": [True],
+    "max_inflight_bytes": ["1GiB"],
+    "max_activation_slowdown": [0.5],
+    "prefetch_depth": [2],
+    "min_offload_bytes": [0, "2MiB"],
+    "vram_budget": ["12GiB"],
+    "ram_budget": [1 << 30],
+    "disk_budget": ["1TiB"],
+    "schedule": ["block"],
+    "capture": [True],
+    "lossless": [True],
+}
+WRONG = {
+    "optimizer_mode": ["tpu", None, 1],
+    "offload": [False, "yes", 1],
+    "activation_offload": ["yes", 1.5, -0.1, None],
+    "param_offload": ["all", 2, [-1], [0.5]],
+    "quantize": ["int4", 8, True],
+    "quant_block_size": [0, 1, 3, -2, 64.0, "64"],
+    "prefer": ["quality", None],
+    "recompute": ["some", 1.01, ["a"]],
+    "attention": ["fa3", False],
+    "outliers": [0.2, -0.1, "some"],
+    "nvfp4_backward": ["auto", 1],
+    "kernels": ["on", 1],
+    "fused_lora": ["on", 0],
+    "keep_precise": [0.6, "some"],
+    "error_rank": [-1, 1.5, None],
+    "error_iters": [0, "2"],
+    "double_quant": ["auto", 1],
+    "disk_offload": [7, True],
+    "moe_paging": ["auto", None],
+    "host_arena": ["big", True, -1],
+    "peer": ["all", True],
+    "moment_dtype": ["fp64", torch.float16, None, ["x"]],
+    "device": ["tpu", "cuda:99", 1.5, "meta"],
+    "blocks": ["layers", 3, [1]],
+    "distributed": ["auto", 1],
+    "guard_params": [None, 1],
+    "max_grad_norm": [-1.0, float("nan"), float("inf"), "1"],
+    "accumulation_steps": [0, -1, 1.5, True],
+    "vram_headroom": [-0.1, 1.1, "10%"],
+    "check_memory": ["no", 0],
+    "max_inflight_bytes": ["lots", -1],
+    "max_activation_slowdown": [-0.1, "x"],
+    "prefetch_depth": [0, 1.5],
+    "min_offload_bytes": ["small", -1],
+    "threads": [0, -1, 2.5],
+    "profile": ["auto"],
+    "lr": [-1e-3, float("nan"), "1e-3"],
+    "verbose": [1],
+    "vram_budget": ["12 parsecs", -1],
+    "ram_budget": [-1],
+    "disk_budget": [True],
+    "schedule": ["random"],
+    "capture": [None, 1],
+    "lossless": [None, 0],
+}
+
+
+def pairs(table):
+    return [
+        pytest.param(name, value, id=f"{name}={value}") for name, values in table.items() for value in values
+    ]
+
+
+def test_the_tables_cover_every_option():
+    names = {field.name for field in dataclasses.fields(WrapOptions)}
+    assert names == set(NOW) == set(WRONG)
+    assert set(LATER) <= names
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(NOW))
+def test_carried_out(name, value):
+    WrapOptions.from_kwargs(**{name: value})
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(LATER))
+def test_not_built_yet_is_refused_and_says_so(name, value):
+    with pytest.raises(ValueError, match=rf"{name}.*not available in this release") as caught:
+        WrapOptions.from_kwargs(**{name: value})
+    assert isinstance(caught.value, OptionError)
+
+
+@pytest.mark.parametrize(("name", "value"), pairs(WRONG))
+def test_wrong_value_names_option_and_value(name, value):
+    with pytest.raises(ValueError, match=name) as caught:
+        WrapOptions.from_kwargs(**{name: value})
+    assert isinstance(caught.value, TrainStreamError)
+    assert "not available in this release" not in str(caught.value)
+
+
+def test_wrong_option_leaves_the_model_alone():
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    with pytest.raises(OptionError):
+        trainstream.wrap(model, quantize="int4")
+    assert "_trainstream_session" not in model.__dict__
+
+
+@given(st.text(min_size=1).filter(lambda name: name not in NOW))
+def test_unknown_options_are_refused(name):
+    with pytest.raises(OptionError, match="no option"):
+        WrapOptions.from_kwargs(**{name: 1})
+
+
+def test_near_misses_are_suggested():
+    with pytest.raises(OptionError, match="quantize"):
+        WrapOptions.from_kwargs(quantise="nf4")
+
+
+@pytest.mark.parametrize("variable", ["TRAINSTREAM_RAM", "TRAINSTREAM_VRAM", "TRAINSTREAM_DISK"])
+def test_budgets_from_the_environment_are_not_ignored(variable, monkeypatch):
+    monkeypatch.setenv(variable, "8GiB")
+    with pytest.raises(OptionError, match=variable):
+        WrapOptions.from_kwargs()
+
+
+@given(st.integers(-4, 5000) | st.floats(allow_nan=True) | st.booleans() | st.none())
+def test_block_size_accepts_even_integers_only(value):
+    good = isinstance(value, int) and not isinstance(value, bool) and value >= 2 and value % 2 == 0
+    if good:
+        assert WrapOptions.from_kwargs(quant_block_size=value).quant_block_size == value
+    else:
+        with pytest.raises(OptionError):
+            WrapOptions.from_kwargs(quant_block_size=value)

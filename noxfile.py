@@ -56,8 +56,8 @@ def module(package: str) -> str:
 
 def wheels_of(session: nox.Session, *packages: str) -> list[str]:
     """Paths of the packages' wheels, built if this state of the sources has none yet."""
-    session.run("python", "tools/wheels.py", *packages)  # shows progress
-    return session.run("python", "tools/wheels.py", *packages, silent=True).split()
+    # Paths are read from stdout; stderr, where the progress shows, stays the terminal's.
+    return session.run("python", "tools/wheels.py", *packages, silent=True, stderr=None).split()
 
 
 def see_base(session: nox.Session) -> list[str]:
@@ -77,7 +77,8 @@ def base(session: nox.Session) -> None:
     except importlib.metadata.PackageNotFoundError:
         default = "torch==2.13.0"
     session.install(*shlex.split(os.environ.get("TS_TORCH_SPEC") or default))
-    version = session.run("python", "-c", "import torch; print(torch.__version__)", silent=True).strip()
+    ask = "import importlib.metadata as m; print(m.version('torch'))"
+    version = session.run("python", "-c", ask, silent=True).strip()
     constraint = Path(session.virtualenv.location) / "torch.txt"
     constraint.write_text(f"torch=={version}\n")
     session.install("--constraint", str(constraint), *TEST_TOOLS)
@@ -94,10 +95,10 @@ def tests(session: nox.Session, package: str) -> None:
     session.install(*keep_torch, f"{wheel}[test]", *siblings)
     session.run("python", "tools/check_isolation.py", *ours)
     junit = ROOT / "runs" / "junit" / f"{package}.xml"
-    env = {"COVERAGE_FILE": str(Path(session.create_tmp()) / "coverage"), "HF_HUB_OFFLINE": "1"}
+    data = Path(session.create_tmp()) / "coverage"
+    env = {"COVERAGE_FILE": str(data), "HF_HUB_OFFLINE": "1"}
     session.chdir(ROOT / "packages" / package)
     # coverage starts before pytest: the shared pytest plugin imports ts_core before pytest-cov would.
-    session.run("coverage", "erase", env=env)
     session.run(
         "python", "-m", "coverage", "run", "-m", "pytest", f"--junitxml={junit}", *session.posargs, env=env
     )

@@ -11,9 +11,9 @@ There, where a Python with torch and a GPU are (the script travels in the folder
     python3 trainstream-gpu/gpu_run.py run tests ts-quant --whole --out results -- -k nf4
     python3 trainstream-gpu/gpu_run.py run bench bench_nf4 compare --out results -- --steps 20
 
-`pack` builds or reuses the wheels for one CUDA architecture and gathers them with what the other Python lacks,
-the tests and the benchmarks. `run` installs the wheels into a folder of its own, changes nothing else on the
-machine, and leaves logs, junit files, JSON lines and a summary in `--out`.
+`pack` builds or reuses the wheels for one CUDA architecture and gathers them with what the other Python
+lacks, the tests and the benchmarks. `run` installs the wheels into a folder of its own, changes nothing else on
+the machine, and leaves logs, junit files, JSON lines and a summary in `--out`.
 """
 
 from __future__ import annotations

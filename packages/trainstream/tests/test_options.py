@@ -10,7 +10,7 @@ import trainstream
 from trainstream._options import WrapOptions
 from ts_core.errors import OptionError, TrainStreamError
 
-# Every option of wrap(): values this release carries out, values it refuses as not built yet, and wrong values.
+# Every option of wrap(): values carried out now, values refused as not built yet, and wrong values.
 NOW = {
     "optimizer_mode": ["cpu", "auto"],
     "offload": ["auto", True],

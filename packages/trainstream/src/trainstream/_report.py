@@ -8,15 +8,10 @@ from typing import Any
 from torch import Tensor, nn
 
 from trainstream._session import Session, session_of
+from ts_core.blocks import parameter_bytes
 from ts_core.errors import StateError
 
-__all__ = ["memory_report", "stored_bytes"]
-
-
-def stored_bytes(tensor: Tensor) -> int:
-    """Return the bytes a tensor takes as stored: packed bytes of a quantized one, else its elements' bytes."""
-    packed = getattr(tensor, "packed_bytes", None)
-    return int(packed) if packed is not None else tensor.numel() * tensor.element_size()
+__all__ = ["memory_report"]
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
@@ -29,12 +24,12 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         JSON-ready data:
 
         - ``events``: lines of text, oldest first.
-        - ``params``: ``paged_blocks`` (how many blocks do not stay on the device), ``quantize`` (codec of frozen
-          block weights), ``total`` and ``trainable`` (elements).
+        - ``params``: ``paged_blocks`` (how many blocks do not stay on the device), ``quantize`` (codec of
+          frozen block weights), ``total`` and ``trainable`` (elements).
         - ``plan``: the plan as data, and ``history`` with the measured peaks and times of the latest steps.
         - ``experts``: ``copied``, expert copies made so far (0: experts are not paged).
-        - ``tiers``: bytes now in ``device``, ``peer``, ``host`` and ``disk``. On a CPU run ``device`` is the RAM
-          that holds weights, buffers and gradients, ``host`` the RAM that holds optimizer state.
+        - ``tiers``: bytes now in ``device``, ``peer``, ``host`` and ``disk``. On a CPU run ``device`` is the
+          RAM that holds weights, buffers and gradients, ``host`` the RAM that holds optimizer state.
         - ``moved``: ``h2d_bytes`` and ``d2h_bytes`` so far.
         - ``times``: seconds in optimizer steps so far, as the optimizer counts them.
         - ``blocks``: one row per block: name, kind, tier, codec, policy, parameters, trainable, bytes.
@@ -77,7 +72,7 @@ def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
         held = [tensor] if tensor.grad is None else [tensor, tensor.grad]
         for each in held:
             place = "host" if on_cuda and each.device.type == "cpu" else "device"
-            tiers[place] += stored_bytes(each)
+            tiers[place] += parameter_bytes(each)
     if "host_state_bytes" in stats:
         tiers["host"] += int(stats["host_state_bytes"])
         tiers["device"] += int(stats.get("device_state_bytes", 0))
@@ -85,7 +80,7 @@ def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
         for state in session.optimizer.state.values():
             for value in state.values():
                 if isinstance(value, Tensor):
-                    tiers["device" if value.is_cuda or not on_cuda else "host"] += stored_bytes(value)
+                    tiers["device" if value.is_cuda or not on_cuda else "host"] += parameter_bytes(value)
     return tiers
 
 
@@ -99,7 +94,7 @@ def _table(session: Session) -> list[dict[str, Any]]:
                 **dataclasses.asdict(plan),
                 "parameters": sum(p.numel() for p in own),
                 "trainable": sum(p.numel() for p in own if p.requires_grad),
-                "bytes": sum(stored_bytes(p) for p in own),
+                "bytes": sum(parameter_bytes(p) for p in own),
             }
         )
     return rows

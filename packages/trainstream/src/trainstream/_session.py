@@ -98,7 +98,7 @@ class Session:
         self._last = now
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copy of a wrapped model is a plain model: the session, its hooks and its optimizer stay behind."""
+        """A copy of a wrapped model is a plain model: session, hooks and optimizer stay behind."""
         return
 
     def __reduce__(self) -> tuple[type, tuple[()]]:

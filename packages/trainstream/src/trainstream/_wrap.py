@@ -18,10 +18,9 @@ from ts_quant.model import quantizable_weights
 
 import ts_quant
 from trainstream._options import WrapOptions
-from trainstream._report import stored_bytes
 from trainstream._session import Session, session_of
 from ts_core import memory, registry
-from ts_core.blocks import BlockMap, block_map, find_blocks
+from ts_core.blocks import BlockMap, block_map, find_blocks, parameter_bytes
 from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
 from ts_core.plan import BlockPlan, Numerics, Plan
 from ts_optim import OffloadAdamW
@@ -225,13 +224,13 @@ def _choose_codec(
         if options.check_memory:
             _check_host(optimizer)
         return codecs[0], "quantize=auto: none, the weights are in RAM already" if wanted == "auto" else ""
-    resident = sum(stored_bytes(t) for t in [*model.parameters(), *model.buffers()] if t.device != device)
+    resident = sum(parameter_bytes(t) for t in [*model.parameters(), *model.buffers()] if t.device != device)
     frozen = [p for p in _frozen(model, blocks) if p.device != device]
     budget = memory.device_budget(device)
     room = int(budget.available_bytes * (1 - options.vram_headroom))
     needs = {}
     for codec in codecs:
-        packed = sum(_packed_bytes(p, codec, options.quant_block_size) - stored_bytes(p) for p in frozen)
+        packed = sum(_packed_bytes(p, codec, options.quant_block_size) - parameter_bytes(p) for p in frozen)
         needs[codec] = resident + packed
         if needs[codec] <= room or not options.check_memory:
             if options.check_memory:
@@ -249,7 +248,7 @@ def _choose_codec(
 
 def _packed_bytes(parameter: Tensor, codec: str, block_size: int) -> int:
     if codec == "none":
-        return stored_bytes(parameter)
+        return parameter_bytes(parameter)
     return int(registry.codec(codec).packed_bytes(parameter.numel(), block_size))
 
 
@@ -335,7 +334,7 @@ def _plan(
                 name=group.name,
                 kind=group.kind,
                 codec=codecs.pop() if len(codecs) == 1 else "mixed" if codecs else "none",
-                bytes=sum(stored_bytes(p) for p in own),
+                bytes=sum(parameter_bytes(p) for p in own),
             )
         )
     used = {row.codec for row in rows} - {"none"}

@@ -1,0 +1,144 @@
+// AdamW's element formula, the only copy: host (every instruction set) and CUDA compile this text.
+//
+//   g <- g * grad_scale
+//   m <- m + w1 (g - m)             w1 = 1 - beta1
+//   v <- v + w2 (g^2 - v)           w2 = 1 - beta2
+//   p <- p (1 - lr wd) - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)
+//
+// Loshchilov and Hutter, arXiv:1711.05101. Each line below is one correctly rounded operation, so
+// every device gives the same bits. Moments decay as fma(-w, m, m): rounding beta2 = 0.999 to fp32
+// instead would shift the stationary v by 1.3e-5. v is capped at the largest float, so that finite
+// gradients (1e20 in bf16) never leave an infinite moment behind.
+#pragma once
+
+#include <float.h>
+#include <math.h>
+
+#include "kernels.h"
+#include "ts/numeric.h"
+
+namespace ts::optim {
+namespace {  // internal: code compiled for one instruction set must not be shared by the linker
+
+// The operations on one element; the CPU kernels add 8- and 16-wide ones with the same names.
+struct ScalarOps {
+  using V = float;
+  using I = uint32_t;
+  static constexpr int kWidth = 1;
+  TS_HOST_DEVICE static inline V set(float x) { return x; }
+  TS_HOST_DEVICE static inline V load(const float* p) { return *p; }
+  TS_HOST_DEVICE static inline void store(float* p, V x) { *p = x; }
+  TS_HOST_DEVICE static inline I load16(const uint16_t* p) { return *p; }
+  TS_HOST_DEVICE static inline void store16(uint16_t* p, I x) { *p = static_cast<uint16_t>(x); }
+  TS_HOST_DEVICE static inline V widen_bf16(I x) {
+    return to_float(bf16{static_cast<uint16_t>(x)});
+  }
+  TS_HOST_DEVICE static inline V widen_fp16(I x) {
+    return to_float(fp16{static_cast<uint16_t>(x)});
+  }
+  TS_HOST_DEVICE static inline I round_bf16(V x) { return to_bf16(x).bits; }
+  TS_HOST_DEVICE static inline I round_fp16(V x) { return to_fp16(x).bits; }
+  // a == b ? x : y
+  TS_HOST_DEVICE static inline V pick(I a, I b, V x, V y) { return a == b ? x : y; }
+#if defined(__CUDA_ARCH__)
+  __device__ static inline V mul(V a, V b) { return __fmul_rn(a, b); }
+  __device__ static inline V fma(V a, V b, V c) { return __fmaf_rn(a, b, c); }
+  __device__ static inline V sqrt(V a) { return __fsqrt_rn(a); }
+  __device__ static inline V div(V a, V b) { return __fdiv_rn(a, b); }
+#else
+  TS_HOST_DEVICE static inline V mul(V a, V b) { return a * b; }
+  TS_HOST_DEVICE static inline V fma(V a, V b, V c) { return fmaf(a, b, c); }
+  TS_HOST_DEVICE static inline V sqrt(V a) { return sqrtf(a); }
+  TS_HOST_DEVICE static inline V div(V a, V b) { return a / b; }
+#endif
+  // min(a, FLT_MAX), NaN stays NaN
+  TS_HOST_DEVICE static inline V cap(V a) { return a > FLT_MAX ? FLT_MAX : a; }
+};
+
+template <typename O>
+struct Spread {
+  typename O::V decay, w1, neg_w1, w2, neg_w2, neg_step, inv_sqrt_bc2, eps, grad_scale;
+};
+
+template <typename O>
+TS_HOST_DEVICE static inline Spread<O> spread(const AdamWScalars& s) {
+  return Spread<O>{O::set(s.decay),   O::set(s.w1),         O::set(-s.w1),
+                   O::set(s.w2),      O::set(-s.w2),        O::set(-s.step_size),
+                   O::set(s.inv_sqrt_bc2), O::set(s.eps), O::set(s.grad_scale)};
+}
+
+template <typename O>
+TS_HOST_DEVICE static inline void adamw_element(typename O::V& p, typename O::V g, typename O::V& m,
+                                                typename O::V& v, const Spread<O>& s) {
+  g = O::mul(g, s.grad_scale);
+  m = O::fma(s.w1, g, O::fma(s.neg_w1, m, m));
+  v = O::cap(O::fma(O::mul(s.w2, g), g, O::fma(s.neg_w2, v, v)));
+  const typename O::V denom = O::fma(O::sqrt(v), s.inv_sqrt_bc2, s.eps);
+  p = O::fma(s.neg_step, O::div(m, denom), O::mul(p, s.decay));
+}
+
+template <typename O, Kind K>
+TS_HOST_DEVICE static inline typename O::V widen(typename O::I x) {
+  return K == Kind::kBF16 ? O::widen_bf16(x) : O::widen_fp16(x);
+}
+
+template <typename O, Kind K>
+TS_HOST_DEVICE static inline typename O::I round_low(typename O::V x) {
+  return K == Kind::kBF16 ? O::round_bf16(x) : O::round_fp16(x);
+}
+
+template <typename O, Kind K>
+TS_HOST_DEVICE static inline typename O::V load_as_float(const void* base, int64_t i) {
+  if constexpr (K == Kind::kF32) return O::load(static_cast<const float*>(base) + i);
+  return widen<O, K>(O::load16(static_cast<const uint16_t*>(base) + i));
+}
+
+// Elements [i, i + O::kWidth) of one tensor: every read comes before the first write.
+template <typename O, Kind G, Kind L>
+TS_HOST_DEVICE static inline void adamw_at(const AdamWItem& t, int64_t i, const Spread<O>& s) {
+  typename O::V p = O::load(t.param + i);
+  const typename O::V g = load_as_float<O, G>(t.grad, i);
+  typename O::V m = O::load(t.exp_avg + i);
+  typename O::V v = O::load(t.exp_avg_sq + i);
+  uint16_t* low = static_cast<uint16_t*>(t.low) + (L == Kind::kNone ? 0 : i);
+  if (L != Kind::kNone && t.reconcile) {
+    const typename O::I now = O::load16(low);
+    p = O::pick(now, round_low<O, L>(p), p, widen<O, L>(now));
+  }
+  adamw_element<O>(p, g, m, v, s);
+  O::store(t.param + i, p);
+  O::store(t.exp_avg + i, m);
+  O::store(t.exp_avg_sq + i, v);
+  if (L != Kind::kNone) O::store16(low, round_low<O, L>(p));
+}
+
+// Calls f.template operator()<G, L>() for the kinds of one tensor.
+template <Kind G, typename F>
+TS_HOST_DEVICE static inline void dispatch_low(Kind low, F&& f) {
+  if (low == Kind::kNone)
+    f.template run<G, Kind::kNone>();
+  else if (low == Kind::kBF16)
+    f.template run<G, Kind::kBF16>();
+  else
+    f.template run<G, Kind::kFP16>();
+}
+
+template <typename F>
+TS_HOST_DEVICE static inline void dispatch_kinds(Kind grad, Kind low, F&& f) {
+  if (grad == Kind::kF32)
+    dispatch_low<Kind::kF32>(low, f);
+  else if (grad == Kind::kBF16)
+    dispatch_low<Kind::kBF16>(low, f);
+  else
+    dispatch_low<Kind::kFP16>(low, f);
+}
+
+// Folds kSumLanes partial sums in halves; CUDA does the same with shuffles.
+static inline double fold_lanes(double* lanes) {
+  for (int width = kSumLanes / 2; width >= 1; width /= 2)
+    for (int l = 0; l < width; ++l) lanes[l] += lanes[l + width];
+  return lanes[0];
+}
+
+}  // namespace
+}  // namespace ts::optim

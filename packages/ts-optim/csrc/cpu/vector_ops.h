@@ -1,0 +1,126 @@
+// The operations of adamw_math.h on 8 (AVX2) and 16 (AVX-512) elements, and `Ops`: the widest one of
+// the variant being compiled. For ISA sources only.
+#pragma once
+
+#include "adamw_math.h"
+
+#if defined(__SSE2__)
+#include <immintrin.h>
+#endif
+
+namespace ts::optim {
+namespace {
+
+// Results must not depend on which thread computes them, but denormal flushing is a per-thread mode
+// (torch.set_flush_denormal sets it on the caller only): kernels run in the default mode.
+struct FloatMode {
+#if defined(__SSE2__)
+  unsigned saved = _mm_getcsr();
+  FloatMode() { _mm_setcsr(0x1F80); }
+  ~FloatMode() { _mm_setcsr(saved); }
+#endif
+};
+
+#if defined(TS_ISA_avx2)
+
+struct Avx2Ops {
+  using V = __m256;
+  using I = __m256i;
+  static constexpr int kWidth = 8;
+  static inline V set(float x) { return _mm256_set1_ps(x); }
+  static inline V load(const float* p) { return _mm256_loadu_ps(p); }
+  static inline void store(float* p, V x) { _mm256_storeu_ps(p, x); }
+  static inline I load16(const uint16_t* p) {
+    return _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static inline __m128i narrow(I x) {
+    const I packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(x, x), 0x08);
+    return _mm256_castsi256_si128(packed);
+  }
+  static inline void store16(uint16_t* p, I x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), narrow(x));
+  }
+  static inline V widen_bf16(I x) { return _mm256_castsi256_ps(_mm256_slli_epi32(x, 16)); }
+  static inline V widen_fp16(I x) { return _mm256_cvtph_ps(narrow(x)); }
+  static inline I round_bf16(V x) {
+    const I u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
+    const I odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
+    const I sum = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
+    const I magnitude = _mm256_and_si256(u, _mm256_set1_epi32(0x7FFFFFFF));
+    const I nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7F800000));
+    return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16),
+                              _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
+  }
+  static inline I round_fp16(V x) {
+    return _mm256_cvtepu16_epi32(
+        _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static inline V pick(I a, I b, V x, V y) {
+    return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)));
+  }
+  static inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+  static inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
+  static inline V sqrt(V a) { return _mm256_sqrt_ps(a); }
+  static inline V div(V a, V b) { return _mm256_div_ps(a, b); }
+  // min returns its second operand when either is NaN
+  static inline V cap(V a) { return _mm256_min_ps(_mm256_set1_ps(FLT_MAX), a); }
+};
+using Ops = Avx2Ops;
+
+#elif defined(TS_ISA_avx512)
+
+struct Avx512Ops {
+  using V = __m512;
+  using I = __m512i;
+  static constexpr int kWidth = 16;
+  static inline V set(float x) { return _mm512_set1_ps(x); }
+  static inline V load(const float* p) { return _mm512_loadu_ps(p); }
+  static inline void store(float* p, V x) { _mm512_storeu_ps(p, x); }
+  static inline I load16(const uint16_t* p) {
+    return _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+  }
+  static inline void store16(uint16_t* p, I x) {
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16(x));
+  }
+  static inline V widen_bf16(I x) { return _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)); }
+  static inline V widen_fp16(I x) { return _mm512_cvtph_ps(_mm512_cvtepi32_epi16(x)); }
+  static inline I round_bf16(V x) {
+    const I u = _mm512_castps_si512(x), high = _mm512_srli_epi32(u, 16);
+    const I odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
+    const I sum = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
+    const I magnitude = _mm512_and_si512(u, _mm512_set1_epi32(0x7FFFFFFF));
+    const __mmask16 nan = _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
+    return _mm512_mask_or_epi32(_mm512_srli_epi32(sum, 16), nan, high, _mm512_set1_epi32(0x40));
+  }
+  static inline I round_fp16(V x) {
+    return _mm512_cvtepu16_epi32(
+        _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+  }
+  static inline V pick(I a, I b, V x, V y) {
+    return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(a, b), y, x);
+  }
+  static inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
+  static inline V sqrt(V a) { return _mm512_sqrt_ps(a); }
+  static inline V div(V a, V b) { return _mm512_div_ps(a, b); }
+  static inline V cap(V a) { return _mm512_min_ps(_mm512_set1_ps(FLT_MAX), a); }
+};
+using Ops = Avx512Ops;
+
+#else
+using Ops = ScalarOps;
+#endif
+
+}  // namespace
+
+// The item that element or piece `at` of the concatenation belongs to: begins[i] <= at < begins[i+1].
+static inline int64_t find_item(const int64_t* begins, int64_t count, int64_t at) {
+  int64_t low = 0, high = count;
+  while (high - low > 1) {
+    const int64_t middle = low + (high - low) / 2;
+    (begins[middle] <= at ? low : high) = middle;
+  }
+  return low;
+}
+
+}  // namespace ts::optim

@@ -1,0 +1,232 @@
+// AdamW and sums of squares for tensors on the device: many tensors a launch, the table of pointers
+// travels in the kernel's parameter space. Same text and same summation tree as the CPU.
+#include "adamw_math.h"
+#include "ts/cuda.h"
+
+namespace ts::optim {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kPerThread = 8;
+constexpr int64_t kPerBlock = kThreads * kPerThread;
+// 4 KiB of parameters are available on every architecture and driver.
+constexpr int kAdamWTable = 40;
+constexpr int kSumTable = 120;
+constexpr int64_t kMaxBlocks = int64_t{1} << 30;
+
+struct AdamWTable {
+  AdamWItem items[kAdamWTable];
+  int block_begins[kAdamWTable + 1];
+  int count;
+};
+static_assert(sizeof(AdamWTable) <= 4096, "kernel parameters");
+
+struct SumTable {
+  GradItem items[kSumTable];
+  int chunk_begins[kSumTable + 1];
+  int count;
+  double* partials;
+};
+static_assert(sizeof(SumTable) <= 4096, "kernel parameters");
+
+struct FoldTable {
+  int64_t begins[kSumTable + 1];
+  const double* partials;
+  double* out;
+};
+
+__device__ inline int find_item(const int* begins, int count, int at) {
+  int low = 0, high = count;
+  while (high - low > 1) {
+    const int middle = (low + high) / 2;
+    (begins[middle] <= at ? low : high) = middle;
+  }
+  return low;
+}
+
+__device__ inline bool aligned(const void* p, size_t bytes) {
+  return (reinterpret_cast<uintptr_t>(p) & (bytes - 1)) == 0;
+}
+
+struct alignas(16) Words {
+  uint32_t word[4];
+};
+
+// Eight 16-bit or fp32 values as floats, in 16-byte loads.
+template <Kind K>
+__device__ inline void load8(const void* base, int64_t i, float* x) {
+  if constexpr (K == Kind::kF32) {
+    const float4* p = reinterpret_cast<const float4*>(static_cast<const float*>(base) + i);
+    const float4 a = p[0], b = p[1];
+    x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w;
+    x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+  } else {
+    const Words w = *reinterpret_cast<const Words*>(static_cast<const uint16_t*>(base) + i);
+    for (int k = 0; k < 4; ++k) {
+      x[2 * k] = widen<ScalarOps, K>(w.word[k] & 0xFFFFu);
+      x[2 * k + 1] = widen<ScalarOps, K>(w.word[k] >> 16);
+    }
+  }
+}
+
+__device__ inline void store8(float* base, int64_t i, const float* x) {
+  float4* p = reinterpret_cast<float4*>(base + i);
+  p[0] = make_float4(x[0], x[1], x[2], x[3]);
+  p[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+template <Kind L>
+__device__ inline void adamw_low8(const AdamWItem& t, int64_t i, const float* p) {
+  Words w;
+  for (int k = 0; k < 4; ++k)
+    w.word[k] = round_low<ScalarOps, L>(p[2 * k]) | (round_low<ScalarOps, L>(p[2 * k + 1]) << 16);
+  *reinterpret_cast<Words*>(static_cast<uint16_t*>(t.low) + i) = w;
+}
+
+template <Kind G, Kind L>
+__device__ inline void adamw8(const AdamWItem& t, int64_t i, const Spread<ScalarOps>& s) {
+  float p[8], g[8], m[8], v[8];
+  load8<Kind::kF32>(t.param, i, p);
+  load8<G>(t.grad, i, g);
+  load8<Kind::kF32>(t.exp_avg, i, m);
+  load8<Kind::kF32>(t.exp_avg_sq, i, v);
+  if constexpr (L != Kind::kNone) {
+    if (t.reconcile) {
+      const Words w = *reinterpret_cast<const Words*>(static_cast<uint16_t*>(t.low) + i);
+      for (int k = 0; k < 8; ++k) {
+        const uint32_t now = k % 2 ? w.word[k / 2] >> 16 : w.word[k / 2] & 0xFFFFu;
+        p[k] = ScalarOps::pick(now, round_low<ScalarOps, L>(p[k]), p[k], widen<ScalarOps, L>(now));
+      }
+    }
+  }
+  for (int k = 0; k < 8; ++k) adamw_element<ScalarOps>(p[k], g[k], m[k], v[k], s);
+  store8(t.param, i, p);
+  store8(t.exp_avg, i, m);
+  store8(t.exp_avg_sq, i, v);
+  if constexpr (L != Kind::kNone) adamw_low8<L>(t, i, p);
+}
+
+struct BlockRange {
+  const AdamWItem& item;
+  int64_t begin;
+  template <Kind G, Kind L>
+  __device__ inline void run() const {
+    const Spread<ScalarOps> s = spread<ScalarOps>(item.scalars);
+    const int64_t i = begin + threadIdx.x * kPerThread;
+    const bool wide = aligned(item.param, 16) && aligned(item.exp_avg, 16) &&
+                      aligned(item.exp_avg_sq, 16) && aligned(item.grad, 16) &&
+                      aligned(item.low, 16);
+    if (wide && i + kPerThread <= item.numel) {
+      adamw8<G, L>(item, i, s);
+      return;
+    }
+    for (int64_t j = i; j < i + kPerThread && j < item.numel; ++j)
+      adamw_at<ScalarOps, G, L>(item, j, s);
+  }
+};
+
+__global__ void __launch_bounds__(kThreads) adamw_kernel(const __grid_constant__ AdamWTable table) {
+  const int which = find_item(table.block_begins, table.count, static_cast<int>(blockIdx.x));
+  const AdamWItem& item = table.items[which];
+  const int64_t block = static_cast<int>(blockIdx.x) - table.block_begins[which];
+  dispatch_kinds(item.grad_kind, item.low_kind, BlockRange{item, block * kPerBlock});
+}
+
+// One warp per piece of kSumChunk elements, one lane per lane of the tree.
+__device__ inline double fold_warp(double sum) {
+  for (int width = kSumLanes / 2; width >= 1; width /= 2)
+    sum = __dadd_rn(sum, __shfl_down_sync(0xFFFFFFFFu, sum, width));
+  return sum;
+}
+
+template <Kind K>
+__device__ inline double piece_sum(const GradItem& t, int64_t begin, int64_t end, int lane) {
+  double sum = 0.0;
+#pragma unroll 8
+  for (int64_t i = begin + lane; i < end; i += kSumLanes) {
+    const double x = load_as_float<ScalarOps, K>(t.grad, i);
+    sum = __fma_rn(x, x, sum);
+  }
+  return sum;
+}
+
+__global__ void __launch_bounds__(kThreads) sumsq_kernel(const __grid_constant__ SumTable table) {
+  const int lane = threadIdx.x % kSumLanes;
+  const int turn = static_cast<int>(blockIdx.x) * (kThreads / kSumLanes) + threadIdx.x / kSumLanes;
+  if (turn >= table.chunk_begins[table.count]) return;
+  const int which = find_item(table.chunk_begins, table.count, turn);
+  const GradItem& t = table.items[which];
+  const int64_t begin = int64_t{turn - table.chunk_begins[which]} * kSumChunk;
+  const int64_t end = begin + kSumChunk < t.numel ? begin + kSumChunk : t.numel;
+  double sum;
+  if (t.kind == Kind::kF32)
+    sum = piece_sum<Kind::kF32>(t, begin, end, lane);
+  else if (t.kind == Kind::kBF16)
+    sum = piece_sum<Kind::kBF16>(t, begin, end, lane);
+  else
+    sum = piece_sum<Kind::kFP16>(t, begin, end, lane);
+  sum = fold_warp(sum);
+  if (lane == 0) table.partials[turn] = sum;
+}
+
+// One warp per tensor.
+__global__ void fold_kernel(const __grid_constant__ FoldTable table) {
+  double sum = 0.0;
+  for (int64_t c = table.begins[blockIdx.x] + threadIdx.x; c < table.begins[blockIdx.x + 1];
+       c += kSumLanes)
+    sum = __dadd_rn(sum, table.partials[c]);
+  sum = fold_warp(sum);
+  if (threadIdx.x == 0) table.out[blockIdx.x] = sum;
+}
+
+}  // namespace
+
+void launch_adamw(const AdamWItem* items, int64_t count, void* stream) {
+  auto* s = static_cast<cudaStream_t>(stream);
+  for (int64_t i = 0; i < count;) {
+    AdamWTable table{};
+    const int64_t first = i;
+    for (int64_t total = 0; i < count && table.count < kAdamWTable; ++i) {
+      const int64_t blocks = (items[i].numel + kPerBlock - 1) / kPerBlock;
+      if (total + blocks > kMaxBlocks && i > first) break;
+      if (blocks > kMaxBlocks) cuda_check(cudaErrorInvalidValue, "adamw_step_");
+      table.items[table.count] = items[i];
+      table.block_begins[++table.count] = static_cast<int>(total += blocks);
+    }
+    const int blocks = table.block_begins[table.count];
+    if (blocks == 0) continue;
+    adamw_kernel<<<blocks, kThreads, 0, s>>>(table);
+    cuda_check_launch("adamw_step_");
+  }
+}
+
+void launch_sumsq(const GradItem* items, const int64_t* chunk_begins, int64_t count,
+                  double* partials, double* out, void* stream) {
+  auto* s = static_cast<cudaStream_t>(stream);
+  constexpr int kWarps = kThreads / kSumLanes;
+  for (int64_t i = 0; i < count;) {
+    SumTable table{};
+    FoldTable fold{};
+    const int64_t first = i;
+    for (; i < count && table.count < kSumTable; ++i) {
+      const int64_t end = chunk_begins[i + 1] - chunk_begins[first];
+      if (end > kMaxBlocks && i > first) break;
+      if (end > kMaxBlocks) cuda_check(cudaErrorInvalidValue, "grad_sumsq");
+      table.items[table.count++] = items[i];
+      table.chunk_begins[table.count] = static_cast<int>(end);
+      fold.begins[table.count] = end;
+    }
+    table.partials = partials + chunk_begins[first];
+    fold.partials = table.partials;
+    fold.out = out + first;
+    const int chunks = table.chunk_begins[table.count];
+    if (chunks > 0) {
+      sumsq_kernel<<<(chunks + kWarps - 1) / kWarps, kThreads, 0, s>>>(table);
+      cuda_check_launch("grad_sumsq");
+    }
+    fold_kernel<<<table.count, kSumLanes, 0, s>>>(fold);
+    cuda_check_launch("grad_sumsq");
+  }
+}
+
+}  // namespace ts::optim

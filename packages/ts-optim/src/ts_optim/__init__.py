@@ -1,0 +1,24 @@
+"""AdamW for weights whose optimizer state lives in host memory.
+
+`OffloadAdamW` is a `torch.optim.Optimizer`; `grad_sumsq` and `adamw_step_` are the operations it is made of.
+"""
+
+from importlib.metadata import version
+
+from ts_core.errors import MissingDependencyError
+
+try:
+    from . import _C as _C
+except ImportError as error:
+    raise MissingDependencyError(
+        f"[ts_optim] the native module cannot be loaded ({error}). Install the package again by path "
+        "(pip install ./packages/ts-core ./packages/ts-optim), together with nanobind-backend"
+    ) from error
+
+from ._ops import adamw_step_, grad_sumsq
+from .offload import OffloadAdamW
+from .placement import place_by_size
+
+__version__ = version("ts-optim")
+
+__all__ = ["OffloadAdamW", "adamw_step_", "grad_sumsq", "place_by_size"]

@@ -1,0 +1,130 @@
+"""Checks of OffloadAdamW's options: what a release cannot do yet is refused, never ignored."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ts_core.errors import OptionError
+from ts_core.options import boolean, choice, integer, not_yet, number
+
+from .placement import PlacePolicy, place_by_size
+
+__all__ = ["Hyper", "OffloadOptions", "check_group", "hyper_of"]
+
+_MOMENTS = (
+    "auto", "float32", "fp32", torch.float32, "bfloat16", "bf16", torch.bfloat16, "int8", "8bit",
+)  # fmt: skip
+
+#: lr, beta1, beta2, eps, weight_decay
+Hyper = tuple[float, float, float, float, float]
+
+# Names of torch.optim.AdamW's switches that change its arithmetic, and the value we compute with.
+_FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
+
+
+def _staged(name: str, value: object, known: Sequence[Any], available: Sequence[Any]) -> Any:
+    choice(name, value, known)
+    return not_yet(name, value, available)
+
+
+@dataclass(frozen=True)
+class OffloadOptions:
+    """The checked options of one optimizer, apart from the parameter groups' own.
+
+    Raises:
+        OptionError: A value outside the accepted ones, or not available in this release.
+    """
+
+    mode: str = "cpu"
+    max_grad_norm: float | None = None
+    accumulation_steps: int | None = 1
+    eager: bool | None = None
+    pin_moments: bool | None = None
+    moment_dtype: str | torch.dtype = "float32"
+    threads: int | None = None
+    distributed: bool = False
+    place: PlacePolicy = place_by_size
+    measure_grad_norm: bool = False
+    skip_nonfinite: bool = False
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        _staged("mode", self.mode, ("cpu", "gpu", "auto"), ("cpu", "auto"))
+        _staged("moment_dtype", self.moment_dtype, _MOMENTS, _MOMENTS[:4])
+        _staged("eager", self.eager, (None, False, True), (None, False))
+        _staged("distributed", self.distributed, (False, True), (False,))
+        if self.max_grad_norm is not None:
+            number("max_grad_norm", self.max_grad_norm, above=0.0)
+        if self.accumulation_steps is not None:
+            integer("accumulation_steps", self.accumulation_steps, minimum=1)
+        if self.threads is not None:
+            integer("threads", self.threads, minimum=1, maximum=4096)
+        choice("pin_moments", self.pin_moments, (None, False, True))
+        boolean("measure_grad_norm", self.measure_grad_norm)
+        boolean("skip_nonfinite", self.skip_nonfinite)
+        if not callable(self.place):
+            raise OptionError(
+                f"option place: expected a function of a parameter that returns 'host' or 'device', "
+                f"given {self.place!r}"
+            )
+        if self.pin_moments and not torch.cuda.is_available():
+            raise OptionError("option pin_moments=True needs a CUDA device; use None to pin where there is one")
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a step has to look at all gradients first."""
+        return self.max_grad_norm is not None or self.measure_grad_norm or self.skip_nonfinite
+
+
+def _scalar(name: str, value: Any) -> float:
+    """Read a float or a one-element tensor (as schedulers and torch's own optimizers take for lr)."""
+    if isinstance(value, torch.Tensor):
+        if value.numel() != 1:
+            raise OptionError(f"option {name}: expected a number or a tensor of one element, given {value!r}")
+        value = float(value)
+    return number(name, value, minimum=0.0)
+
+
+def hyper_of(group: dict[str, Any]) -> Hyper:
+    """Read and check the five numbers of a parameter group.
+
+    Args:
+        group: A parameter group with lr, betas, eps, weight_decay.
+
+    Returns:
+        lr, beta1, beta2, eps, weight_decay as floats.
+
+    Raises:
+        OptionError: One of them is out of range or no number.
+    """
+    betas = group["betas"]
+    if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+        raise OptionError(f"option betas: expected two numbers in [0, 1), given {betas!r}")
+    beta1, beta2 = (_scalar(f"betas[{i}]", beta) for i, beta in enumerate(betas))
+    for i, beta in enumerate((beta1, beta2)):
+        number(f"betas[{i}]", beta, below=1.0)
+    lr = _scalar("lr", group["lr"])
+    eps = _scalar("eps", group["eps"])
+    weight_decay = _scalar("weight_decay", group["weight_decay"])
+    return lr, beta1, beta2, eps, weight_decay
+
+
+def check_group(group: dict[str, Any], weight_decay: float) -> str | None:
+    """Find a switch of torch's AdamW in a parameter group that changes the arithmetic.
+
+    Args:
+        group: A parameter group, ours or one of a torch state dict.
+        weight_decay: Its decay; without any, coupled and decoupled are the same.
+
+    Returns:
+        "name=value" of the first such switch, or None.
+    """
+    for name, value in _FIXED.items():
+        given = group.get(name, value)
+        harmless = name == "decoupled_weight_decay" and weight_decay == 0.0
+        if bool(given) is not value and not harmless:
+            return f"{name}={given!r}"
+    return None

@@ -95,7 +95,7 @@ def tests(session: nox.Session, package: str) -> None:
     session.install(*keep_torch, f"{wheel}[test]", *siblings)
     session.run("python", "tools/check_isolation.py", *ours)
     junit = ROOT / "runs" / "junit" / f"{package}.xml"
-    data = Path(session.create_tmp()) / "coverage"
+    data = Path(session.create_tmp()).resolve() / "coverage"
     env = {"COVERAGE_FILE": str(data), "HF_HUB_OFFLINE": "1"}
     session.chdir(ROOT / "packages" / package)
     # coverage starts before pytest: the shared pytest plugin imports ts_core before pytest-cov would.
@@ -151,7 +151,7 @@ def wheels(session: nox.Session) -> None:
     session.run("check-wheel-contents", *files)
     session.run("abi3audit", "--strict", "--verbose", *[f for f in files if "-abi3-" in f])
 
-    sdists = Path(session.create_tmp()) / "sdist"
+    sdists = Path(session.create_tmp()).resolve() / "sdist"
     shutil.rmtree(sdists, ignore_errors=True)
     for package in PACKAGES:
         session.run(
@@ -165,7 +165,7 @@ def wheels(session: nox.Session) -> None:
             f"packages/{package}",
             silent=True,
         )
-    alone = Path(session.create_tmp()) / "alone"
+    alone = Path(session.create_tmp()).resolve() / "alone"
     for package in NATIVE:
         # Isolated, outside the tree, no sibling anywhere near; the CPU part is enough to prove it.
         sdist = next(sdists.glob(f"{module(package)}-*.tar.gz"))
@@ -182,7 +182,7 @@ def wheels(session: nox.Session) -> None:
         ]
         session.run(*pip, str(sdist), env={"TS_WITH_CUDA": "OFF"})
 
-    fresh = Path(session.create_tmp()) / "fresh"
+    fresh = Path(session.create_tmp()).resolve() / "fresh"
     session.run("python", "-m", "venv", "--clear", str(fresh))
     python = str(fresh / "bin" / "python")
     base_site = next(

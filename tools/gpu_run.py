@@ -11,8 +11,8 @@ There, where a Python with torch and a GPU are (the script travels in the folder
     python3 trainstream-gpu/gpu_run.py run tests ts-quant --whole --out results -- -k nf4
     python3 trainstream-gpu/gpu_run.py run bench bench_nf4 compare --out results -- --steps 20
 
-`pack` builds or reuses the wheels for one CUDA architecture and gathers them with what the other Python
-lacks, the tests and the benchmarks. `run` installs the wheels into a folder of its own, changes nothing else on
+`pack` builds or reuses the wheels for one CUDA architecture and gathers them with the tests, the benchmarks
+and what the other Python lacks. `run` installs the wheels into a folder of its own, changes nothing else on
 the machine, and leaves logs, junit files, JSON lines and a summary in `--out`.
 """
 
@@ -87,7 +87,7 @@ def download(requirement: str, python: str, folder: Path) -> None:
 def git(*words: str) -> str:
     """Output of a git command in the repository, empty where there is none."""
     done = subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True, check=False)
-    return done.stdout.strip()
+    return done.stdout.rstrip()
 
 
 def pack(args: argparse.Namespace) -> int:

@@ -204,4 +204,5 @@ def wheels(session: nox.Session) -> None:
 @nox.session(reuse_venv=True)
 def docs(session: nox.Session) -> None:
     """Check links, Python blocks and that every public name is on a page."""
+    session.run("python", "tools/make_reference.py", "--check")
     session.run("python", "tools/check_docs.py")

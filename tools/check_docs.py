@@ -77,17 +77,22 @@ def code_problems(text: str) -> Iterator[str]:
             yield f"line {line}: Python block does not parse: {error.msg}"
 
 
-def exported(package: str) -> list[str]:
-    """`__all__` of the package's top module, read without importing it."""
-    module = package.replace("-", "_")
-    path = ROOT / "packages" / package / "src" / module / "__init__.py"
-    if not path.is_file():
-        return []
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+def exported(module: Path) -> list[str]:
+    """`__all__` of a module, read without importing it."""
+    for node in ast.walk(ast.parse(module.read_text(encoding="utf-8"))):
         targets = node.targets if isinstance(node, ast.Assign) else []
         if any(isinstance(t, ast.Name) and t.id == "__all__" for t in targets):
             return [name for name in ast.literal_eval(node.value) if not name.startswith("__")]
     return []
+
+
+def public_modules(package: str) -> list[Path]:
+    """The package's top module, or its other public modules if the top exports nothing."""
+    top = ROOT / "packages" / package / "src" / package.replace("-", "_") / "__init__.py"
+    if not top.is_file() or exported(top):
+        return [top] if top.is_file() else []
+    modules = [*top.parent.glob("*.py"), *top.parent.glob("*/__init__.py")]
+    return sorted(p for p in modules if p.name[0] != "_" or p.parent != top.parent)
 
 
 def problems() -> Iterator[str]:
@@ -98,7 +103,7 @@ def problems() -> Iterator[str]:
             yield f"{page.relative_to(ROOT)}: {problem}"
     everything = "\n".join(pages.values())
     for package in PACKAGES:
-        for name in exported(package):
+        for name in (name for module in public_modules(package) for name in exported(module)):
             if not re.search(rf"\b{re.escape(name)}\b", everything):
                 yield f"{package}: the public name {name} is on no page"
 

@@ -1,0 +1,230 @@
+// Check, device, stream, dispatch: the only file that sees nanobind.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
+#include <optional>
+
+#include "kernels.h"
+#include "ts/module.h"
+
+namespace nb = nanobind;
+using namespace ts;
+
+namespace {
+
+bool is_kernel_float(DType t) { return t == DType::kF32 || t == DType::kBF16 || t == DType::kF16; }
+
+void expect_float(const TensorView& t, const char* op, const char* argument) {
+  if (!is_kernel_float(t.dtype()))
+    fail_type(op, argument, "float32, bfloat16 or float16", t.describe());
+  if (!t.is_contiguous()) fail_value(op, argument, "a contiguous tensor", t.describe());
+}
+
+// Checks one operand fully: float or a given dtype, size, device.
+void expect_like(const TensorView& t, const TensorView& like, const char* op, const char* argument,
+                 DType dtype, int64_t numel) {
+  expect(t, op, argument, dtype);
+  expect_numel(t, op, argument, numel);
+  expect_same_device(t, like, op, argument);
+}
+
+fused::NormTypes norm_types(const TensorView& x, const TensorView& weight, bool gemma) {
+  const DType promoted = x.dtype() == weight.dtype() ? x.dtype() : DType::kF32;
+  return {x.dtype(), weight.dtype(), gemma ? x.dtype() : promoted};
+}
+
+void rms_norm_forward(TensorView x, TensorView weight, TensorView y, TensorView rstd, double eps,
+                      double offset, bool gemma, int mean_lanes, int threads) {
+  const char* op = "rms_norm_forward";
+  expect_float(x, op, "x");
+  expect_float(weight, op, "weight");
+  expect_same_device(weight, x, op, "weight");
+  const int64_t hidden = weight.numel(), rows = rstd.numel();
+  const auto types = norm_types(x, weight, gemma);
+  expect_numel(x, op, "x", rows * hidden);
+  expect_like(y, x, op, "y", types.out, rows * hidden);
+  expect_like(rstd, x, op, "rstd", DType::kF32, rows);
+  if (mean_lanes != 8 && mean_lanes != 4)
+    fail_value(op, "mean_lanes", "8 or 4", std::to_string(mean_lanes));
+  expect_no_cuda_missing(x, op);
+  if (rows == 0 || hidden == 0) return;
+  const fused::NormForward a{x.data(),
+                             weight.data(),
+                             y.data(),
+                             rstd.data<float>(),
+                             rows,
+                             hidden,
+                             static_cast<float>(eps),
+                             static_cast<float>(offset),
+                             gemma};
+#if defined(TS_WITH_CUDA)
+  if (x.is_cuda()) {
+    DeviceGuard guard(x.device_id());
+    fused::launch_rms_norm_forward(a, types, x.current_stream());
+    return;
+  }
+#endif
+  threads = thread_count(threads);
+  nb::gil_scoped_release release;
+  TS_ISA_CALL(fused, rms_norm_forward, a, types, mean_lanes, threads);
+}
+
+void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, TensorView rstd,
+                       std::optional<TensorView> grad_x, std::optional<TensorView> partial,
+                       std::optional<TensorView> grad_weight, int64_t rows_per_chunk, double offset,
+                       bool gemma, int threads) {
+  const char* op = "rms_norm_backward";
+  expect_float(x, op, "x");
+  expect_float(weight, op, "weight");
+  expect_same_device(weight, x, op, "weight");
+  const int64_t hidden = weight.numel(), rows = rstd.numel();
+  const auto types = norm_types(x, weight, gemma);
+  expect_numel(x, op, "x", rows * hidden);
+  expect_like(grad_y, x, op, "grad_y", types.out, rows * hidden);
+  expect_like(rstd, x, op, "rstd", DType::kF32, rows);
+  if (rows_per_chunk < 1)
+    fail_value(op, "rows_per_chunk", "at least 1", std::to_string(rows_per_chunk));
+  if (grad_x) expect_like(*grad_x, x, op, "grad_x", x.dtype(), rows * hidden);
+  if (grad_weight.has_value() != partial.has_value())
+    fail_value(op, "partial", "given together with grad_weight", "one of the two");
+  if (grad_weight) {
+    const int64_t chunks = (rows + rows_per_chunk - 1) / rows_per_chunk;
+    expect_like(*grad_weight, x, op, "grad_weight", weight.dtype(), hidden);
+    expect_like(*partial, x, op, "partial", DType::kF32, (chunks ? chunks : 1) * hidden);
+  }
+  expect_no_cuda_missing(x, op);
+  if ((!grad_x && !grad_weight) || hidden == 0) return;
+  const fused::NormBackward a{grad_y.data(),
+                              x.data(),
+                              weight.data(),
+                              rstd.data<float>(),
+                              grad_x ? grad_x->data() : nullptr,
+                              partial ? partial->data<float>() : nullptr,
+                              grad_weight ? grad_weight->data() : nullptr,
+                              rows,
+                              hidden,
+                              rows_per_chunk,
+                              static_cast<float>(offset),
+                              gemma};
+#if defined(TS_WITH_CUDA)
+  if (x.is_cuda()) {
+    DeviceGuard guard(x.device_id());
+    fused::launch_rms_norm_backward(a, types, x.current_stream());
+    return;
+  }
+#endif
+  threads = thread_count(threads);
+  nb::gil_scoped_release release;
+  TS_ISA_CALL(fused, rms_norm_backward, a, types, threads);
+}
+
+void cross_entropy_rows(TensorView logits, TensorView targets, TensorView losses,
+                        int64_t ignore_index, double softcap, double scale, double smoothing,
+                        bool with_grad, int threads) {
+  const char* op = "cross_entropy_rows";
+  expect_float(logits, op, "logits");
+  if (logits.ndim() != 2) fail_value(op, "logits", "two dimensions", logits.describe());
+  const int64_t rows = logits.shape(0), vocab = logits.shape(1);
+  expect_like(targets, logits, op, "targets", DType::kI64, rows);
+  expect_like(losses, logits, op, "losses", DType::kF32, rows);
+  expect_no_cuda_missing(logits, op);
+  if (rows == 0) return;
+  if (vocab == 0) fail_value(op, "logits", "a vocabulary of at least 1", logits.describe());
+  const fused::CrossEntropyRows a{logits.data(),
+                                  targets.data<int64_t>(),
+                                  losses.data<float>(),
+                                  rows,
+                                  vocab,
+                                  ignore_index,
+                                  static_cast<float>(softcap),
+                                  static_cast<float>(scale),
+                                  static_cast<float>(smoothing),
+                                  with_grad};
+#if defined(TS_WITH_CUDA)
+  if (logits.is_cuda()) {
+    DeviceGuard guard(logits.device_id());
+    fused::launch_cross_entropy_rows(a, logits.dtype(), logits.current_stream());
+    return;
+  }
+#endif
+  threads = thread_count(threads);
+  nb::gil_scoped_release release;
+  TS_ISA_CALL(fused, cross_entropy_rows, a, logits.dtype(), threads);
+}
+
+void scale_cast(TensorView src, TensorView scale, TensorView out, int threads) {
+  const char* op = "scale_cast";
+  expect_float(src, op, "src");
+  expect_float(out, op, "out");
+  expect_like(scale, src, op, "scale", DType::kF32, 1);
+  expect_like(out, src, op, "out", out.dtype(), src.numel());
+  expect_no_cuda_missing(src, op);
+  if (src.numel() == 0) return;
+#if defined(TS_WITH_CUDA)
+  if (src.is_cuda()) {
+    DeviceGuard guard(src.device_id());
+    fused::launch_scale_cast(src.data(), src.dtype(), scale.data<float>(), out.data(), out.dtype(),
+                             src.numel(), src.current_stream());
+    return;
+  }
+#endif
+  threads = thread_count(threads);
+  nb::gil_scoped_release release;
+  TS_ISA_CALL(fused, scale_cast, src.data(), src.dtype(), scale.data<float>(), out.data(),
+              out.dtype(), src.numel(), threads);
+}
+
+void label_counts(TensorView targets, int64_t ignore_index, int64_t vocab, TensorView counts) {
+  const char* op = "label_counts";
+  expect(targets, op, "targets", DType::kI64);
+  expect_like(counts, targets, op, "counts", DType::kI64, 2);
+  expect_no_cuda_missing(targets, op);
+#if defined(TS_WITH_CUDA)
+  if (targets.is_cuda()) {
+    DeviceGuard guard(targets.device_id());
+    fused::launch_label_counts(targets.data<int64_t>(), targets.numel(), ignore_index, vocab,
+                               counts.data<int64_t>(), targets.current_stream());
+    return;
+  }
+#endif
+  TS_ISA_CALL(fused, label_counts, targets.data<int64_t>(), targets.numel(), ignore_index, vocab,
+              counts.data<int64_t>());
+}
+
+void loss_total(TensorView losses, TensorView total) {
+  const char* op = "loss_total";
+  expect(losses, op, "losses", DType::kF32);
+  expect_like(total, losses, op, "total", DType::kF64, 1);
+  expect_no_cuda_missing(losses, op);
+#if defined(TS_WITH_CUDA)
+  if (losses.is_cuda()) {
+    DeviceGuard guard(losses.device_id());
+    fused::launch_loss_total(losses.data<float>(), losses.numel(), total.data<double>(),
+                             losses.current_stream());
+    return;
+  }
+#endif
+  TS_ISA_CALL(fused, loss_total, losses.data<float>(), losses.numel(), total.data<double>());
+}
+
+}  // namespace
+
+NB_MODULE(_C, m) {
+  init_module(m);
+  m.def("rms_norm_forward", &rms_norm_forward, nb::arg("x"), nb::arg("weight"), nb::arg("y"),
+        nb::arg("rstd"), nb::arg("eps"), nb::arg("offset"), nb::arg("gemma"), nb::arg("mean_lanes"),
+        nb::arg("threads") = 0);
+  m.def("rms_norm_backward", &rms_norm_backward, nb::arg("grad_y"), nb::arg("x"), nb::arg("weight"),
+        nb::arg("rstd"), nb::arg("grad_x").none(), nb::arg("partial").none(),
+        nb::arg("grad_weight").none(), nb::arg("rows_per_chunk"), nb::arg("offset"),
+        nb::arg("gemma"), nb::arg("threads") = 0);
+  m.def("cross_entropy_rows", &cross_entropy_rows, nb::arg("logits"), nb::arg("targets"),
+        nb::arg("losses"), nb::arg("ignore_index"), nb::arg("softcap"), nb::arg("scale"),
+        nb::arg("smoothing"), nb::arg("with_grad"), nb::arg("threads") = 0);
+  m.def("scale_cast", &scale_cast, nb::arg("src"), nb::arg("scale"), nb::arg("out"),
+        nb::arg("threads") = 0);
+  m.def("label_counts", &label_counts, nb::arg("targets"), nb::arg("ignore_index"),
+        nb::arg("vocab"), nb::arg("counts"));
+  m.def("loss_total", &loss_total, nb::arg("losses"), nb::arg("total"));
+}

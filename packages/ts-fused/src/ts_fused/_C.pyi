@@ -1,0 +1,46 @@
+from torch import Tensor
+
+with_cuda: bool
+
+def isa() -> str: ...
+def set_isa(name: str) -> None: ...
+def pool_address() -> int: ...
+def pool_workers() -> int: ...
+def rms_norm_forward(
+    x: Tensor,
+    weight: Tensor,
+    y: Tensor,
+    rstd: Tensor,
+    eps: float,
+    offset: float,
+    gemma: bool,
+    mean_lanes: int,
+    threads: int = 0,
+) -> None: ...
+def rms_norm_backward(
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    grad_x: Tensor | None,
+    partial: Tensor | None,
+    grad_weight: Tensor | None,
+    rows_per_chunk: int,
+    offset: float,
+    gemma: bool,
+    threads: int = 0,
+) -> None: ...
+def cross_entropy_rows(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    ignore_index: int,
+    softcap: float,
+    scale: float,
+    smoothing: float,
+    with_grad: bool,
+    threads: int = 0,
+) -> None: ...
+def scale_cast(src: Tensor, scale: Tensor, out: Tensor, threads: int = 0) -> None: ...
+def label_counts(targets: Tensor, ignore_index: int, vocab: int, counts: Tensor) -> None: ...
+def loss_total(losses: Tensor, total: Tensor) -> None: ...

@@ -1,0 +1,23 @@
+"""RMSNorm and chunked cross-entropy, forward and backward, with CPU and CUDA kernels.
+
+Importing this package never touches a GPU.
+"""
+
+from importlib.metadata import version
+
+from ts_core.errors import MissingDependencyError
+
+try:
+    from . import _C  # noqa: F401  (a missing native module is reported here, with what to do)
+except ImportError as error:
+    raise MissingDependencyError(
+        f"[ts_fused] the native module could not be loaded ({error}). Run: pip install nanobind-backend, and "
+        "install ts-core and ts-fused from the same source tree: pip install ./packages/ts-core "
+        "./packages/ts-fused"
+    ) from error
+
+from .cross_entropy import causal_lm_loss, chunked_cross_entropy
+from .rms_norm import rms_norm
+
+__version__ = version("ts-fused")
+__all__ = ["causal_lm_loss", "chunked_cross_entropy", "rms_norm"]

@@ -1,0 +1,263 @@
+"""The native operations of this package: schemas, contracts, fake kernels.
+
+None has a derivative; `rms_norm.py` and `cross_entropy.py` wrap them in autograd functions.
+"""
+
+from __future__ import annotations
+
+import platform
+
+import torch
+from torch import Tensor
+from ts_core.errors import ArgumentError, ArgumentTypeError, message
+from ts_core.ops import OpLibrary
+
+from . import _C
+
+__all__ = [
+    "FLOATS",
+    "cross_entropy_rows_",
+    "label_counts",
+    "loss_total",
+    "rms_norm_backward",
+    "rms_norm_forward",
+    "scale_cast",
+]
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_FLOAT_NAMES = "float32, bfloat16 or float16"
+_LIBRARY = OpLibrary("ts_fused")
+
+
+def _mean_lanes() -> int:
+    """Lanes of PyTorch's CPU sum kernel: 256-bit vectors on x86 (with AVX-512 too), else as built."""
+    if platform.machine().lower() in ("x86_64", "amd64") or torch.backends.cpu.get_cpu_capability() in (
+        "SVE256",
+        "ZVECTOR",
+        "VSX",
+    ):
+        return 8
+    return 4
+
+
+_MEAN_LANES = _mean_lanes()
+
+
+def _expect_float(op: str, name: str, tensor: Tensor) -> None:
+    if tensor.dtype not in FLOATS:
+        raise ArgumentTypeError(message(op, name, f"a {_FLOAT_NAMES} tensor", str(tensor.dtype)))
+
+
+def _expect_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
+    if tensor.device != like.device:
+        raise ArgumentError(
+            message(op, name, f"a tensor on {like.device}", f"one on {tensor.device}", "Move it there first")
+        )
+
+
+def _expect_shape(op: str, name: str, tensor: Tensor, shape: torch.Size | tuple[int, ...]) -> None:
+    if tensor.shape != shape:
+        raise ArgumentError(message(op, name, f"shape {tuple(shape)}", f"shape {tuple(tensor.shape)}"))
+
+
+def _out_dtype(x: Tensor, weight: Tensor, offset: float) -> torch.dtype:
+    if offset != 0.0 or x.dtype == weight.dtype:
+        return x.dtype
+    return torch.float32  # what any two different ones of the three promote to
+
+
+def _check_norm(op: str, x: Tensor, weight: Tensor) -> None:
+    _expect_float(op, "x", x)
+    _expect_float(op, "weight", weight)
+    if x.dim() == 0:
+        raise ArgumentError(message(op, "x", "at least one dimension", "a 0-dimensional tensor"))
+    if x.shape[-1] == 0:
+        raise ArgumentError(message(op, "x", "a last dimension of at least 1", f"shape {tuple(x.shape)}"))
+    _expect_shape(op, "weight", weight, (x.shape[-1],))
+    _expect_device(op, "weight", weight, x)
+
+
+def _check_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> None:
+    _check_norm("rms_norm", x, weight)
+
+
+def _empty_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    y = torch.empty(x.shape, dtype=_out_dtype(x, weight, offset), device=x.device)
+    return y, torch.empty(x.shape[:-1], dtype=torch.float32, device=x.device)
+
+
+def _forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
+    y, rstd = _empty_forward(x, weight, eps, offset)
+    _C.rms_norm_forward(
+        x.contiguous(), weight.contiguous(), y, rstd, eps, offset, offset != 0.0, _MEAN_LANES
+    )
+    return y, rstd
+
+
+rms_norm_forward = _LIBRARY.define(
+    "rms_norm_forward(Tensor x, Tensor weight, float eps, float offset) -> (Tensor, Tensor)",
+    cpu=_forward,
+    fake=_empty_forward,
+    check=_check_forward,
+)
+
+
+def _check_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, need_x: bool, need_weight: bool
+) -> None:
+    op = "rms_norm_backward"
+    _check_norm(op, x, weight)
+    _expect_shape(op, "grad_y", grad_y, x.shape)
+    _expect_shape(op, "rstd", rstd, x.shape[:-1])
+    for name, tensor, dtype in (
+        ("grad_y", grad_y, _out_dtype(x, weight, offset)),
+        ("rstd", rstd, torch.float32),
+    ):
+        _expect_device(op, name, tensor, x)
+        if tensor.dtype != dtype:
+            raise ArgumentTypeError(message(op, name, str(dtype), str(tensor.dtype)))
+
+
+def _empty_backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    grad_x = torch.empty(x.shape if need_x else (0,), dtype=x.dtype, device=x.device)
+    grad_weight = torch.empty(weight.shape if need_weight else (0,), dtype=weight.dtype, device=x.device)
+    return grad_x, grad_weight
+
+
+def _backward(
+    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, need_x: bool, need_weight: bool
+) -> tuple[Tensor, Tensor]:
+    grad_x, grad_weight = _empty_backward(grad_y, x, weight, rstd, offset, need_x, need_weight)
+    rows = rstd.numel()
+    # Chunks depend on the number of rows and the kind of device alone, so sums repeat on any thread count.
+    rows_per_chunk = max(8, -(-rows // (512 if x.is_cuda else 64)))
+    partial = None
+    if need_weight:
+        chunks = max(1, -(-rows // rows_per_chunk))
+        partial = torch.empty((chunks, weight.numel()), dtype=torch.float32, device=x.device)
+    _C.rms_norm_backward(
+        grad_y.contiguous(),
+        x.contiguous(),
+        weight.contiguous(),
+        rstd.contiguous(),
+        grad_x if need_x else None,
+        partial,
+        grad_weight if need_weight else None,
+        rows_per_chunk,
+        offset,
+        offset != 0.0,
+    )
+    return grad_x, grad_weight
+
+
+rms_norm_backward = _LIBRARY.define(
+    "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rstd, float offset, bool need_x, "
+    "bool need_weight) -> (Tensor, Tensor)",
+    cpu=_backward,
+    fake=_empty_backward,
+    check=_check_backward,
+)
+
+
+def _check_rows(
+    logits: Tensor,
+    targets: Tensor,
+    losses: Tensor,
+    ignore_index: int,
+    softcap: float,
+    scale: float,
+    smoothing: float,
+    with_grad: bool,
+) -> None:
+    op = "cross_entropy_rows_"
+    _expect_float(op, "logits", logits)
+    if logits.dim() != 2 or logits.shape[1] == 0 or not logits.is_contiguous():
+        raise ArgumentError(
+            message(op, "logits", "a contiguous (rows, vocab >= 1) tensor", f"shape {tuple(logits.shape)}")
+        )
+    for name, tensor, dtype in (("targets", targets, torch.int64), ("losses", losses, torch.float32)):
+        if tensor.dtype != dtype:
+            raise ArgumentTypeError(message(op, name, str(dtype), str(tensor.dtype)))
+        _expect_shape(op, name, tensor, (logits.shape[0],))
+        _expect_device(op, name, tensor, logits)
+        if not tensor.is_contiguous():
+            raise ArgumentError(message(op, name, "a contiguous tensor", f"strides {tensor.stride()}"))
+
+
+def _nothing(*args: object) -> None:
+    """Fake kernel of an op that only writes to its arguments."""
+
+
+cross_entropy_rows_ = _LIBRARY.define(
+    "cross_entropy_rows_(Tensor(a!) logits, Tensor targets, Tensor(b!) losses, int ignore_index, "
+    "float softcap, float scale, float smoothing, bool with_grad) -> ()",
+    cpu=lambda *args: _C.cross_entropy_rows(*args),
+    fake=_nothing,
+    check=_check_rows,
+)
+
+
+def _check_scale(src: Tensor, scale: Tensor, dtype: torch.dtype) -> None:
+    op = "scale_cast"
+    _expect_float(op, "src", src)
+    if dtype not in FLOATS or scale.dtype != torch.float32:
+        raise ArgumentTypeError(
+            message(op, "dtype", f"{_FLOAT_NAMES}, and a float32 scale", f"{dtype}, {scale.dtype}")
+        )
+    if scale.numel() != 1:
+        raise ArgumentError(message(op, "scale", "one element", f"shape {tuple(scale.shape)}"))
+    _expect_device(op, "scale", scale, src)
+
+
+def _scale_cast(src: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+    out = torch.empty(src.shape, dtype=dtype, device=src.device)
+    _C.scale_cast(src.contiguous(), scale, out)
+    return out
+
+
+scale_cast = _LIBRARY.define(
+    "scale_cast(Tensor src, Tensor scale, ScalarType dtype) -> Tensor",
+    cpu=_scale_cast,
+    fake=lambda src, scale, dtype: torch.empty(src.shape, dtype=dtype, device=src.device),
+    check=_check_scale,
+)
+
+
+def _check_targets(targets: Tensor, ignore_index: int, vocab: int) -> None:
+    if targets.dtype != torch.int64:
+        raise ArgumentTypeError(message("label_counts", "targets", "torch.int64", str(targets.dtype)))
+
+
+def _label_counts(targets: Tensor, ignore_index: int, vocab: int) -> Tensor:
+    counts = torch.empty(2, dtype=torch.int64, device=targets.device)
+    _C.label_counts(targets.contiguous(), ignore_index, vocab, counts)
+    return counts
+
+
+label_counts = _LIBRARY.define(
+    "label_counts(Tensor targets, int ignore_index, int vocab) -> Tensor",
+    cpu=_label_counts,
+    fake=lambda targets, ignore_index, vocab: torch.empty(2, dtype=torch.int64, device=targets.device),
+    check=_check_targets,
+)
+
+
+def _check_losses(losses: Tensor) -> None:
+    if losses.dtype != torch.float32:
+        raise ArgumentTypeError(message("loss_total", "losses", "torch.float32", str(losses.dtype)))
+
+
+def _loss_total(losses: Tensor) -> Tensor:
+    total = torch.empty((), dtype=torch.float64, device=losses.device)
+    _C.loss_total(losses.contiguous(), total)
+    return total
+
+
+loss_total = _LIBRARY.define(
+    "loss_total(Tensor losses) -> Tensor",
+    cpu=_loss_total,
+    fake=lambda losses: torch.empty((), dtype=torch.float64, device=losses.device),
+    check=_check_losses,
+)

@@ -1,0 +1,102 @@
+"""Both operations in plain PyTorch: what they mean, and the oracle of the tests.
+
+Every function works in the dtype of its arguments, so float64 arguments give the float64 truth.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["causal_lm_loss", "chunked_cross_entropy", "rms_norm"]
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+    """Compute `x * rsqrt(mean(x^2) + eps) * (offset + weight)`, rounding as the usual modules do.
+
+    Args:
+        x: `(..., H)`, floating. float64 is not rounded on the way.
+        weight: `(H,)`, floating.
+        eps: Added to the mean square.
+        offset: 0: rounded to the dtype of `x` before the weight; else after.
+
+    Returns:
+        `(..., H)`.
+
+    Example:
+        >>> rms_norm(torch.ones(1, 2), torch.ones(2), 0.0)
+        tensor([[1., 1.]])
+    """
+    wide = torch.promote_types(x.dtype, torch.float32)
+    h = x.to(wide)
+    h = h * torch.rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)
+    if offset == 0.0:
+        return weight * h.to(x.dtype)
+    return (h * (offset + weight.to(wide))).to(x.dtype)
+
+
+def chunked_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    bias: Tensor | None = None,
+    *,
+    ignore_index: int = -100,
+    reduction: str = "mean",
+    num_items: int | Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """Compute the loss from all logits at once.
+
+    Args:
+        hidden: `(..., H)`.
+        weight: `(V, H)`.
+        targets: `(...)`, int64.
+        bias: `(V,)` or `None`.
+        ignore_index: Targets that do not count.
+        reduction: "mean" or "sum".
+        num_items: Divisor of "mean" instead of the number of targets that count.
+        softcap: `z = softcap * tanh(z / softcap)`.
+        logit_scale: Factor of the logits, before the cap.
+        label_smoothing: As in `torch.nn.functional.cross_entropy`.
+
+    Returns:
+        0-dimensional loss; 0 where nothing counts.
+
+    Example:
+        >>> chunked_cross_entropy(torch.zeros(1, 2), torch.zeros(4, 2), torch.tensor([1]))
+        tensor(1.3863)
+    """
+    logits = torch.nn.functional.linear(hidden, weight, bias).reshape(-1, weight.shape[0])
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32)) * logit_scale
+    if softcap is not None:
+        logits = softcap * torch.tanh(logits / softcap)
+    flat = targets.reshape(-1)
+    total = torch.nn.functional.cross_entropy(
+        logits, flat, ignore_index=ignore_index, reduction="sum", label_smoothing=label_smoothing
+    )
+    if reduction == "sum":
+        return total
+    count = (flat != ignore_index).sum() if num_items is None else num_items
+    return total / count if bool(count) else total * 0.0
+
+
+def causal_lm_loss(hidden: Tensor, weight: Tensor, labels: Tensor, **options: object) -> Tensor:
+    """Compute the loss of predicting `labels[:, 1:]` from `hidden[:, :-1]`.
+
+    Args:
+        hidden: `(B, S, H)`.
+        weight: `(V, H)`.
+        labels: `(B, S)`, int64.
+        options: Those of `chunked_cross_entropy`.
+
+    Returns:
+        0-dimensional loss.
+
+    Example:
+        >>> causal_lm_loss(torch.zeros(1, 2, 2), torch.zeros(4, 2), torch.tensor([[0, 1]]))
+        tensor(1.3863)
+    """
+    return chunked_cross_entropy(hidden[:, :-1], weight, labels[:, 1:], **options)  # type: ignore[arg-type]

@@ -1,0 +1,90 @@
+"""RMSNorm as one operation, forward and backward."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from ts_core.errors import ArgumentTypeError, message
+from ts_core.options import number
+
+from . import _ops
+
+__all__ = ["rms_norm"]
+
+
+class _RMSNorm(torch.autograd.Function):
+    """Saves the input, the weight and one fp32 number per row."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+        y: Tensor
+        y, rstd = _ops.rms_norm_forward(x, weight, eps, offset)
+        ctx.save_for_backward(x, weight, rstd)
+        ctx.offset = offset
+        return y
+
+    @staticmethod
+    @once_differentiable  # type: ignore[untyped-decorator]
+    def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
+        x, weight, rstd = ctx.saved_tensors
+        need_x, need_weight = ctx.needs_input_grad[:2]
+        grad_x, grad_weight = _ops.rms_norm_backward(
+            grad_y, x, weight, rstd, ctx.offset, need_x, need_weight
+        )
+        return grad_x if need_x else None, grad_weight if need_weight else None, None, None
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
+    r"""Root-mean-square normalization over the last dimension, in the rounding order of the usual modules.
+
+    With $r = 1 / \sqrt{\mathrm{mean}(x^2) + \epsilon}$ in fp32,
+
+    $$y = \mathrm{cast}(x r) \cdot w \quad (\text{offset} = 0), \qquad
+      y = \mathrm{cast}(x r \cdot (\text{offset} + w)) \quad (\text{offset} \ne 0),$$
+
+    where cast rounds to the dtype of `x`. The first is the order of Llama's module and its relatives, whose
+    product with the weight has the promoted dtype of both; the second, with offset 1, is Gemma's, all in fp32
+    until the end.
+
+    Agreement with those modules in plain PyTorch: on x86 CPUs the forward has the same bits (the mean of
+    squares is summed in the order of PyTorch's own kernel; seen with torch 2.13), except for a single row of
+    32768 or more elements, which PyTorch splits among threads. On CUDA the sum has a fixed order of its own:
+    the fp32 statistic is within a few units in the last place and now and then an output falls on the other
+    side of a rounding boundary. The backward computes in fp32 and rounds once, where autograd rounds every
+    intermediate to the dtype of `x`; the weight gradient is summed in fp32 over fixed chunks of rows and a
+    fixed tree, whatever the number of threads or the instruction set.
+
+    Autocast does not change it: the dtypes are those of the arguments, as in the modules. It cannot be
+    differentiated twice; the second backward raises.
+
+    Args:
+        x: `(..., H)`, float32, bfloat16 or float16, CPU or CUDA, any strides (copied when not contiguous).
+        weight: `(H,)`, any of the three dtypes, on the device of `x`.
+        eps: Added to the mean square, >= 0.
+        offset: Added to the weight; 0 and 1 select the two forms above.
+
+    Returns:
+        `(..., H)`, contiguous; dtype of `x` if it equals the weight's or with an offset, else float32.
+
+    Raises:
+        ArgumentTypeError: Not tensors, or another dtype.
+        ArgumentError: Shapes or devices do not fit.
+        OptionError: `eps` or `offset` is not a finite number, or `eps` negative.
+
+    Example:
+        >>> x = torch.tensor([[3.0, 4.0]])
+        >>> rms_norm(x, torch.ones(2), 0.0)
+        tensor([[0.8485, 1.1314]])
+
+    Source: Zhang and Sennrich, arXiv:1910.07467.
+    """
+    for name, tensor in (("x", x), ("weight", weight)):
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(message("rms_norm", name, "a torch.Tensor", type(tensor).__name__))
+    eps = number("eps", eps, minimum=0.0)
+    offset = number("offset", offset)
+    result: Tensor = _RMSNorm.apply(x, weight, eps, offset)
+    return result

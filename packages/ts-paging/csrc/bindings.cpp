@@ -1,0 +1,387 @@
+// Bindings: checks, the GIL, and the Python references that keep memory alive while it is copied.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+#include <unistd.h>
+
+#include <deque>
+#include <memory>
+#include <utility>
+#include <vector>
+
+#include "copy_engine.h"
+#include "disk.h"
+#include "host_memory.h"
+#include "job.h"
+#include "ts/module.h"
+
+namespace nb = nanobind;
+using namespace nb::literals;
+
+namespace ts::paging {
+namespace {
+
+[[noreturn]] void raise(const Failure& failure) {
+  const nb::module_ errors = nb::module_::import_("ts_core.errors");
+  nb::object error;
+  if (failure.kind == Failure::kStorage)
+    error = errors.attr("StorageError")(failure.code, failure.text, failure.path);
+  else
+    error =
+        errors.attr(failure.kind == Failure::kDevice ? "DeviceError" : "StateError")(failure.text);
+  PyErr_SetObject(error.type().ptr(), error.ptr());
+  throw nb::python_error();
+}
+
+void expect_owner(int owner, const char* what) {
+  if (owner != getpid())
+    raise({Failure::kState, 0,
+           std::string("[") + what + "] belongs to process " + std::to_string(owner) +
+               ", this is its forked child: make a new one here",
+           ""});
+}
+
+const dl::ExchangeApi* torch_api() {
+  static const dl::ExchangeApi* api = [] {
+    const nb::object tensor = nb::module_::import_("torch").attr("Tensor");
+    return detail::exchange_api(tensor.ptr());
+  }();
+  return api;
+}
+
+// Waits in slices without the GIL, so that Ctrl-C is seen in between.
+template <typename Slice>
+void wait_with_signals(Slice slice) {
+  while (true) {
+    {
+      const nb::gil_scoped_release release;
+      if (slice()) return;
+    }
+    if (PyErr_CheckSignals() != 0) throw nb::python_error();
+  }
+}
+
+constexpr int64_t kSliceUs = 50000;
+
+// Python references to the memory of running jobs. Touched with the GIL only.
+class Keeper {
+ public:
+  void add(int queue, std::shared_ptr<Job> job, std::vector<nb::object> objects) {
+    if (queue >= static_cast<int>(queues_.size())) queues_.resize(queue + 1);
+    queues_[queue].push_back({std::move(job), std::move(objects)});
+  }
+  // Lets go of what has finished. Dropping a reference may run Python code that comes back here, so
+  // an entry leaves its queue first.
+  void reap() {
+    for (size_t q = 0; q < queues_.size(); ++q)
+      while (!queues_[q].empty() && queues_[q].front().job->finished()) {
+        const Entry done = std::move(queues_[q].front());
+        queues_[q].pop_front();
+      }
+  }
+  std::shared_ptr<Job> oldest() const {
+    for (const auto& queue : queues_)
+      if (!queue.empty()) return queue.front().job;
+    return nullptr;
+  }
+  int64_t size() const {
+    int64_t n = 0;
+    for (const auto& queue : queues_) n += static_cast<int64_t>(queue.size());
+    return n;
+  }
+
+ private:
+  struct Entry {
+    std::shared_ptr<Job> job;
+    std::vector<nb::object> objects;
+  };
+  std::vector<std::deque<Entry>> queues_;
+};
+
+class Ticket {
+ public:
+  Ticket(std::shared_ptr<Job> job, std::shared_ptr<Keeper> keeper, WaitPolicy policy, int device)
+      : job_(std::move(job)), keeper_(std::move(keeper)), policy_(policy), device_(device) {}
+
+  bool done() {
+    if (owner_ != getpid()) expect_owner(owner_, "ticket");
+    if (!job_->finished()) return false;
+    keeper_->reap();
+    return true;
+  }
+  void wait() {
+    expect_owner(owner_, "ticket");
+    const std::shared_ptr<Job> job = job_;
+    if (!job->finished()) wait_with_signals([this, &job] { return job->wait(policy_, kSliceUs); });
+    keeper_->reap();
+    if (const auto failure = job->failure()) raise(*failure);
+  }
+  void wait_stream(nb::object stream) {
+    if (device_ < 0) return wait();
+    expect_owner(owner_, "ticket");
+    const std::shared_ptr<Job> job = job_;
+    if (!job->submitted())
+      wait_with_signals([this, &job] { return job->wait_submitted(policy_, kSliceUs); });
+    if (const auto failure = job->failure()) raise(*failure);
+    int device = device_;
+    void* handle = nullptr;
+    if (stream.is_none()) {
+      if (torch_api()->current_stream(dl::kCUDA, device, &handle) != 0) throw nb::python_error();
+    } else {
+      handle = reinterpret_cast<void*>(nb::cast<uintptr_t>(stream.attr("cuda_stream")));
+      device = nb::cast<int>(stream.attr("device_index"));
+    }
+    job->wait_on_device(device, handle);
+  }
+  int64_t bytes() const { return job_->bytes(); }
+
+ private:
+  std::shared_ptr<Job> job_;
+  std::shared_ptr<Keeper> keeper_;
+  WaitPolicy policy_;
+  int device_;
+  int owner_ = getpid();
+};
+
+WaitPolicy policy_of(int mode, int64_t spin_us, int64_t sleep_us) {
+  return {static_cast<WaitPolicy::Mode>(mode), spin_us, sleep_us};
+}
+
+class Engine {
+ public:
+  Engine(int64_t chunk_bytes, int64_t max_inflight_bytes, WaitPolicy policy)
+      : engine_(std::make_unique<CopyEngine>(chunk_bytes)),
+        max_inflight_(max_inflight_bytes),
+        policy_(policy) {}
+  ~Engine() {
+    // In a forked child the threads are not there and their locks may be held for ever: let go.
+    if (owner_ != getpid()) {
+      (void)engine_.release();
+      return;
+    }
+    close();
+  }
+  Ticket submit(int direction, nb::object dst_object, nb::object src_object) {
+    expect_owner(owner_, "copy engine");
+    const TensorView dst = nb::cast<TensorView>(dst_object);
+    const TensorView src = nb::cast<TensorView>(src_object);
+    const char* op = direction == 0 ? "h2d" : "d2h";
+    expect_numel(dst, op, "dst", src.numel());
+    check(dst.is_contiguous(), op, "dst", "a contiguous tensor", dst.describe());
+    check(src.is_contiguous(), op, "src", "a contiguous tensor", src.describe());
+    const TensorView& device_side = direction == 0 ? dst : src;
+    Copy copy{static_cast<Direction>(direction),
+              dst.data(),
+              src.data(),
+              src.nbytes(),
+              device_side.is_cuda() ? device_side.device_id() : -1,
+              device_side.current_stream()};
+    make_room(copy.bytes);
+    auto job = std::make_shared<Job>(copy.bytes, inflight_);
+    keeper_->add((copy.device + 1) * 2 + direction, job,
+                 {std::move(dst_object), std::move(src_object)});
+    {
+      const nb::gil_scoped_release release;
+      engine_->submit(job, copy);
+    }
+    return Ticket(std::move(job), keeper_, policy_, copy.device);
+  }
+  void synchronize() {
+    expect_owner(owner_, "copy engine");
+    keeper_->reap();
+    while (const std::shared_ptr<Job> job = keeper_->oldest()) {
+      wait_with_signals([this, &job] { return job->wait(policy_, kSliceUs); });
+      keeper_->reap();
+    }
+  }
+  void close() {
+    if (owner_ != getpid()) return;
+    {
+      const nb::gil_scoped_release release;
+      engine_->close();
+    }
+    keeper_->reap();
+  }
+  int64_t inflight_bytes() {
+    if (owner_ == getpid()) keeper_->reap();
+    return inflight_->load();
+  }
+  int64_t kept() const { return keeper_->size(); }
+
+ private:
+  void make_room(int64_t bytes) {
+    keeper_->reap();
+    while (inflight_->load() > 0 && inflight_->load() + bytes > max_inflight_) {
+      const std::shared_ptr<Job> job = keeper_->oldest();
+      if (!job) return;
+      wait_with_signals([this, &job] { return job->wait(policy_, kSliceUs); });
+      keeper_->reap();
+    }
+  }
+
+  std::unique_ptr<CopyEngine> engine_;
+  std::shared_ptr<Keeper> keeper_ = std::make_shared<Keeper>();
+  std::shared_ptr<std::atomic<int64_t>> inflight_ = std::make_shared<std::atomic<int64_t>>(0);
+  const int64_t max_inflight_;
+  const WaitPolicy policy_;
+  const int owner_ = getpid();
+};
+
+class Disk {
+ public:
+  Disk(int threads, int64_t chunk_bytes, WaitPolicy policy)
+      : pool_(std::make_unique<IoPool>(threads, chunk_bytes)), policy_(policy) {}
+  ~Disk() {
+    if (owner_ != getpid()) {
+      (void)pool_.release();
+      return;
+    }
+    close();
+  }
+  Ticket submit(bool write, int directory, std::string name, std::string path,
+                nb::object bytes_object, int64_t offset, bool direct) {
+    expect_owner(owner_, "disk store");
+    const TensorView bytes = nb::cast<TensorView>(bytes_object);
+    expect(bytes, "disk", "tensor", DType::kU8);
+    check(bytes.is_cpu(), "disk", "tensor", "host memory", bytes.describe());
+    check(offset >= 0, "disk", "offset", "an integer >= 0", std::to_string(offset));
+    keeper_->reap();
+    IoSpec spec;
+    spec.write = write;
+    spec.directory = directory;
+    spec.name = std::move(name);
+    spec.path = std::move(path);
+    spec.data = bytes.data();
+    spec.bytes = bytes.nbytes();
+    spec.offset = offset;
+    spec.direct = direct && offset % kDirectAlign == 0;
+    std::shared_ptr<Job> job;
+    {
+      const nb::gil_scoped_release release;
+      job = pool_->submit(spec);
+    }
+    keeper_->add(0, job, {std::move(bytes_object)});
+    return Ticket(std::move(job), keeper_, policy_, -1);
+  }
+  void close() {
+    if (owner_ != getpid()) return;
+    {
+      const nb::gil_scoped_release release;
+      pool_->close();
+    }
+    keeper_->reap();
+  }
+
+ private:
+  std::unique_ptr<IoPool> pool_;
+  std::shared_ptr<Keeper> keeper_ = std::make_shared<Keeper>();
+  const WaitPolicy policy_;
+  const int owner_ = getpid();
+};
+
+// A uint8 tensor over memory of our own; torch's last reference frees it, on whatever thread.
+struct Managed {
+  dl::ManagedTensorVersioned tensor{};
+  int64_t shape = 0;
+  int64_t stride = 1;
+  HostBlock block;
+};
+
+// nanobind's own shared_ptr would take the GIL when torch frees a tensor on some thread.
+struct Pool {
+  std::shared_ptr<HostPool> pool;
+};
+
+nb::tuple host_empty(const Pool& pool, int64_t nbytes, bool pin, int device) {
+  check(nbytes > 0, "host_empty", "nbytes", "an integer > 0", std::to_string(nbytes));
+  auto managed = std::make_unique<Managed>();
+  std::string refused;
+  {
+    const nb::gil_scoped_release release;
+    managed->block = allocate_host(pool.pool, nbytes, pin, device, &refused);
+  }
+  const bool pinned = managed->block.pinned;
+  managed->shape = nbytes;
+  managed->tensor.version = {1, 0};
+  managed->tensor.manager_ctx = managed.get();
+  managed->tensor.deleter = [](dl::ManagedTensorVersioned* self) {
+    auto* owner = static_cast<Managed*>(self->manager_ctx);
+    free_host(owner->block);
+    delete owner;
+  };
+  managed->tensor.dl_tensor = {managed->block.data, {dl::kCPU, 0},    1, {dl::kUInt, 8, 1},
+                               &managed->shape,     &managed->stride, 0};
+  void* object = nullptr;
+  Managed* handed_over = managed.release();
+  if (torch_api()->object_from_managed(&handed_over->tensor, &object) != 0)
+    throw nb::python_error();
+  return nb::make_tuple(nb::steal(static_cast<PyObject*>(object)), pinned, refused);
+}
+
+void reserve(int directory, const std::string& name, const std::string& path, int64_t bytes,
+             int64_t old_bytes, bool create) {
+  try {
+    const nb::gil_scoped_release release;
+    reserve_file(directory, name, path, bytes, old_bytes, create);
+  } catch (const Failure& failure) {
+    raise(failure);
+  }
+}
+
+void bind(nb::module_& m) {
+  // A process may keep its engine, allocator or store to the end: that is no leak.
+  nb::set_leak_warnings(false);
+  nb::class_<Ticket>(m, "Ticket")
+      .def("done", &Ticket::done)
+      .def("wait", &Ticket::wait)
+      .def("wait_stream", &Ticket::wait_stream, "stream"_a = nb::none())
+      .def_prop_ro("nbytes", &Ticket::bytes);
+  nb::class_<Engine>(m, "Engine")
+      .def(
+          "__init__",
+          [](Engine* self, int64_t chunk, int64_t inflight, int mode, int64_t spin, int64_t sleep) {
+            new (self) Engine(chunk, inflight, policy_of(mode, spin, sleep));
+          },
+          "chunk_bytes"_a, "max_inflight_bytes"_a, "mode"_a, "spin_us"_a, "sleep_us"_a)
+      .def("submit", &Engine::submit, "direction"_a, "dst"_a, "src"_a)
+      .def("synchronize", &Engine::synchronize)
+      .def("close", &Engine::close)
+      .def_prop_ro("inflight_bytes", &Engine::inflight_bytes)
+      .def_prop_ro("kept", &Engine::kept);
+  nb::class_<Disk>(m, "Disk")
+      .def(
+          "__init__",
+          [](Disk* self, int threads, int64_t chunk, int mode, int64_t spin, int64_t sleep) {
+            new (self) Disk(threads, chunk, policy_of(mode, spin, sleep));
+          },
+          "threads"_a, "chunk_bytes"_a, "mode"_a, "spin_us"_a, "sleep_us"_a)
+      .def("submit", &Disk::submit, "write"_a, "directory"_a, "name"_a, "path"_a, "data"_a,
+           "offset"_a, "direct"_a)
+      .def("close", &Disk::close);
+  nb::class_<Pool>(m, "HostPool")
+      .def(
+          "__init__",
+          [](Pool* self, int64_t budget) { new (self) Pool{std::make_shared<HostPool>(budget)}; },
+          "budget_bytes"_a)
+      .def("empty", &host_empty, "nbytes"_a, "pin"_a, "device"_a)
+      .def_prop_ro("pinned_bytes", [](const Pool& self) { return self.pool->pinned_bytes.load(); })
+      .def_prop_ro("pageable_bytes",
+                   [](const Pool& self) { return self.pool->pageable_bytes.load(); });
+  m.def("pinned_bytes", &pinned_bytes);
+  m.def("reserve", &reserve, "directory"_a, "name"_a, "path"_a, "nbytes"_a, "old_bytes"_a,
+        "create"_a);
+  m.def("takes_direct_io", &takes_direct_io, "directory"_a);
+  m.attr("direct_align") = kDirectAlign;
+  // Test hooks.
+  m.def("fail_pinned_after", &fail_pinned_after, "n"_a);
+  m.def("simulate_pinning", &simulate_pinning, "on"_a);
+  m.def("fail_copy_after", &fail_copy_after, "n"_a);
+  m.def("fail_io_after", &fail_io_after, "n"_a, "code"_a);
+}
+
+}  // namespace
+}  // namespace ts::paging
+
+NB_MODULE(_C, m) {
+  ts::init_module(m);
+  ts::paging::bind(m);
+}

@@ -1,0 +1,416 @@
+"""`load_model`: a causal LM from a folder, the hub or a GGUF file, packed while it is read."""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from ts_core.dtypes import dtype_name, parse_dtype
+from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, OptionError
+from ts_core.memory import format_bytes, host_budget
+from ts_core.options import boolean, choice, fraction, integer, not_yet
+
+from .build import build_model, import_transformers, initialize, load_config, move_buffers
+from .checkpoint import Checkpoint, Source, resolve
+from .streaming import Packing, UnknownTablesError, make_plan, packable, stream
+
+__all__ = ["load_model", "load_tokenizer", "packed_bytes"]
+
+LOGGER = logging.getLogger("trainstream")
+CODECS = ("int8", "nf4")
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_LATER = ("fp8", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
+# What a checkpoint may hold although no model has a place for it any more.
+_KNOWN_LEFTOVERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
+
+
+@dataclass(frozen=True)
+class _Options:
+    quantize: str | None
+    dtype: torch.dtype
+    block_size: int
+    ram_fraction: float
+    trust_remote_code: bool
+    device: torch.device
+
+
+def packed_bytes(numel: int, codec: str, block_size: int) -> int:
+    """Return the bytes that a matrix takes in a codec: codes plus one fp32 scale per block.
+
+    Args:
+        numel: Number of values.
+        codec: "int8" or "nf4".
+        block_size: Values per scale.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> packed_bytes(128, "nf4", 64), packed_bytes(128, "int8", 64)
+        (72, 136)
+    """
+    choice("codec", codec, CODECS)
+    codes = numel if codec == "int8" else (numel + 1) // 2
+    return codes + 4 * (-(-numel // block_size))
+
+
+def _quantize_option(value: object) -> str | None:
+    if value in _LATER and isinstance(value, str):
+        not_yet("quantize", value, ("auto", None, *CODECS))
+    chosen = choice("quantize", value, ("auto", "none", None, False, *CODECS))
+    return chosen if isinstance(chosen, str) and chosen != "none" else None
+
+
+def _device_option(value: object) -> torch.device:
+    try:
+        device = torch.device(value)  # type: ignore[call-overload]
+    except (RuntimeError, TypeError) as error:
+        raise OptionError(f"option device: expected 'cpu', 'cuda' or 'cuda:N', given {value!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"option device: expected 'cpu', 'cuda' or 'cuda:N', given {value!r}")
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise DeviceError("[load_model] device='cuda': PyTorch sees no CUDA device here; use device='cpu'")
+    return device
+
+
+def _refuse_later_options(
+    keep_precise: object, error_rank: object, error_iters: object, double_quant: object, disk_offload: object
+) -> None:
+    not_yet("keep_precise", keep_precise, (0, 0.0, False, None))
+    not_yet("error_rank", error_rank, (0,))
+    not_yet("error_iters", error_iters, (1,))
+    not_yet("double_quant", double_quant, (False,))
+    not_yet("disk_offload", disk_offload, (None,))
+
+
+def _choose_codec(model: Any, names: frozenset[str], options: _Options) -> tuple[str | None, str]:
+    """Pick the codec for quantize="auto": none while everything fits, else int8, else nf4."""
+    if options.quantize != "auto":
+        return options.quantize, "asked for"
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    sizes = {n: (p.numel(), p.numel() * p.dtype.itemsize) for n, p in model.named_parameters() if n not in tied}
+    rest = sum(size for name, (_, size) in sizes.items() if name not in names)
+    full = sum(size for _, size in sizes.values())
+    free = host_budget().available_bytes
+    room = free * options.ram_fraction
+    if full <= room:
+        return None, f"{format_bytes(full)} fits in {format_bytes(int(room))}"
+    for codec in CODECS:
+        packed = rest + sum(packed_bytes(sizes[name][0], codec, options.block_size) for name in names if name in sizes)
+        if packed <= room:
+            return codec, f"{format_bytes(full)} does not fit in {format_bytes(int(room))}, {codec} does"
+    if packed > free:
+        raise DoesNotFitError(
+            f"[load_model] the model takes {format_bytes(full)} in {dtype_name(options.dtype)} and "
+            f"{format_bytes(packed)} in nf4; this process may use {format_bytes(free)} of RAM. Free memory, raise the "
+            "container's limit, or take a smaller model"
+        )
+    return "nf4", f"only nf4 fits, beyond ram_fraction={options.ram_fraction}"
+
+
+def _ignored(model: Any, names: set[str], attribute: str) -> set[str]:
+    patterns = getattr(model, attribute, None) or ()
+    return {name for name in names if any(re.search(pattern, name) for pattern in patterns)}
+
+
+def _missing(model: Any, loaded: set[str]) -> set[str]:
+    """Return the parameters without a value that tying will not give one."""
+    buffers = {name for name, _ in model.named_buffers()}
+    missing = {name for name in model.state_dict() if name not in loaded and name not in buffers}
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    groups: dict[str, set[str]] = {}
+    for target, source in tied.items():
+        groups.setdefault(source, {source}).add(target)
+    for group in groups.values():
+        if group - missing:
+            missing -= group
+    return {name for name in missing if not name.endswith("_extra_state")}
+
+
+def _fail_missing(model: Any, folder: Path, missing: set[str]) -> None:
+    lost = sorted(missing - _ignored(model, missing, "_keys_to_ignore_on_load_missing"))
+    if lost:
+        raise CheckpointError(
+            f"{folder}: {len(lost)} parameters of {type(model).__name__} are in no file of this checkpoint, "
+            f"first: {lost[0]!r}"
+        )
+
+
+def _fill(model: Any, folder: Path, packing: Packing, options: _Options) -> dict[str, Any]:
+    """Stream the checkpoint of a folder into an empty model; return what the receipt says about it."""
+    with Checkpoint(folder) as checkpoint:
+        plan = make_plan(model, checkpoint)
+        if all(target.converter is None for target in plan.targets):
+            # Found before anything is read; with conversions the names are known only afterwards.
+            _fail_missing(model, folder, _missing(model, {target.name for target in plan.targets}))
+        loaded = stream(model, checkpoint, plan, packing, dtype=options.dtype, device=options.device)
+        tensors, stored = len(checkpoint), checkpoint.nbytes
+    missing = _missing(model, loaded)
+    _fail_missing(model, folder, missing)
+    tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
+    absent = {name for name in {*tied, *tied.values()} if name not in loaded} | missing
+    initialize(model, missing, options.device)
+    model.tie_weights(missing_keys=absent, recompute_mapping=False)
+    model._weight_conversions = [entry for entry in plan.mapping if entry.was_used()]
+    buffers = [name for name in model.state_dict() if name not in loaded and name not in absent and name not in tied]
+    return {
+        "tensors": tensors,
+        "checkpoint_bytes": stored,
+        "unused": plan.unused,
+        "initialized": sorted(missing),
+        "buffers_from_init": [name for name in buffers if name not in dict(model.named_parameters())],
+    }
+
+
+def _warn_unused(model: Any, unused: list[str], folder: Path) -> None:
+    known = _ignored(model, set(unused), "_keys_to_ignore_on_load_unexpected")
+    surprising = [
+        name for name in unused if name not in known and not any(re.search(p, name) for p in _KNOWN_LEFTOVERS)
+    ]
+    if surprising:
+        LOGGER.warning(
+            "%s: %d tensors of the checkpoint have no place in %s and were not used, first: %s",
+            folder,
+            len(surprising),
+            type(model).__name__,
+            surprising[0],
+        )
+
+
+def _load_generation_config(model: Any, folder: Path) -> None:
+    if not model.can_generate():
+        return
+    config_class = import_transformers().GenerationConfig
+    if (folder / "generation_config.json").is_file():
+        model.generation_config = config_class.from_pretrained(str(folder))
+    else:
+        # Old checkpoints keep generation settings in config.json.
+        model.generation_config = config_class.from_pretrained(
+            str(folder), config_file_name="config.json", _from_model_config=True
+        )
+
+
+def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
+    seen: set[int] = set()
+    before = after = packed = total = 0
+    for _, parameter in model.named_parameters():
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        plain = parameter.numel() * parameter.dtype.itemsize
+        stored = getattr(parameter, "packed_bytes", None)
+        total += parameter.numel()
+        packed += parameter.numel() if stored is not None else 0
+        before += plain
+        after += int(stored) if stored is not None else plain
+    names = dict(model.named_parameters())
+    skipped = {name: why for name, why in packing.skipped.items() if name in names} if packing.codec else {}
+    return {
+        "quantize": packing.codec,
+        "parameters": total,
+        "packed_tensors": sum(hasattr(p, "packed_bytes") for p in model.parameters()),
+        "bytes_before": before,
+        "bytes_after": after,
+        "share_packed": packed / total if total else 0.0,
+        "skipped": skipped,
+        "seconds": time.perf_counter() - started,
+    }
+
+
+def _log_receipt(receipt: dict[str, Any]) -> None:
+    LOGGER.info(
+        "loaded %s: %d parameters, %s -> %s, %.1f %% packed as %s (%s), %d left as they are, %d tensors unused, %.1f s",
+        receipt["source"],
+        receipt["parameters"],
+        format_bytes(receipt["bytes_before"]),
+        format_bytes(receipt["bytes_after"]),
+        100 * receipt["share_packed"],
+        receipt["quantize"] or "nothing",
+        receipt["reason"],
+        len(receipt["skipped"]),
+        len(receipt["unused"]),
+        receipt["seconds"],
+    )
+
+
+def _from_pretrained(folder: Path, config: Any, options: _Options, why: Exception) -> Any:
+    """Load with transformers' own loader, where its internals are not the ones known here."""
+    if options.quantize not in (None, "auto"):
+        raise OptionError(
+            f"option quantize={options.quantize!r} is not available with transformers "
+            f"{import_transformers().__version__}, whose conversion tables are elsewhere ({why}); available: None"
+        )
+    return import_transformers().AutoModelForCausalLM.from_pretrained(
+        str(folder),
+        config=config,
+        dtype=options.dtype,
+        use_safetensors=True,
+        trust_remote_code=options.trust_remote_code,
+    ).to(options.device)
+
+
+def _load_random(config: Any, options: _Options) -> tuple[Any, Packing, dict[str, Any], str]:
+    from .build import SMALL_NUMEL
+    from .random_init import fill_random
+
+    model = build_model(
+        config, options.dtype, trust_remote_code=options.trust_remote_code, keep_numel=SMALL_NUMEL
+    )
+    names, skipped = packable(model)
+    codec, reason = _choose_codec(model, names, options)
+    packing = Packing(codec, options.block_size, names, skipped)
+    fill_random(model, packing, options.device)
+    found = {"tensors": 0, "checkpoint_bytes": 0, "unused": [], "initialized": [], "buffers_from_init": []}
+    return model, packing, found, reason
+
+
+def _load_folder(folder: Path, config: Any, options: _Options) -> tuple[Any, Packing, dict[str, Any], str]:
+    model = build_model(config, options.dtype, trust_remote_code=options.trust_remote_code)
+    names, skipped = packable(model)
+    codec, reason = _choose_codec(model, names, options)
+    packing = Packing(codec, options.block_size, names, skipped)
+    try:
+        found = _fill(model, folder, packing, options)
+    except UnknownTablesError as why:
+        model = _from_pretrained(folder, config, options, why)
+        found = {"tensors": 0, "checkpoint_bytes": 0, "unused": [], "initialized": [], "buffers_from_init": []}
+        return model, Packing(None, options.block_size, frozenset(), {}), found, "loaded by transformers"
+    _warn_unused(model, found["unused"], folder)
+    _load_generation_config(model, folder)
+    return model, packing, found, reason
+
+
+def _folder_of(source: Source, dtype: torch.dtype) -> Path:
+    if source.kind == "folder":
+        return source.path
+    from .gguf import converted_folder
+
+    return converted_folder(source.path, dtype=dtype)
+
+
+def load_model(
+    name_or_path: Any,
+    quantize: str | bool | None = "auto",
+    dtype: str | torch.dtype = torch.bfloat16,
+    quant_block_size: int = 64,
+    keep_precise: float | str | bool | None = 0,
+    error_rank: int = 0,
+    error_iters: int = 1,
+    double_quant: bool = False,
+    disk_offload: str | os.PathLike[str] | None = None,
+    random_weights: bool = False,
+    ram_fraction: float = 0.85,
+    trust_remote_code: bool = False,
+    device: str | torch.device = "cpu",
+    **config_overrides: Any,
+) -> Any:
+    """Load a causal language model, packing its frozen block weights while it is read.
+
+    Tensors are read one at a time, so RAM need not hold the unpacked model: the peak is the finished model plus
+    what one parameter needs. With `quantize=None` the result computes exactly what
+    `AutoModelForCausalLM.from_pretrained` does. Only safetensors and GGUF files are read, never pickle.
+
+    Args:
+        name_or_path: A folder in the Hugging Face layout, a hub id, a `.gguf` file, or with `random_weights`
+            also a transformers config.
+        quantize: "int8" or "nf4" packs the matrices inside the blocks (never embeddings, output head, norms,
+            biases) and freezes them; None, "none" or False packs nothing; "auto" packs only if the model in
+            `dtype` exceeds `ram_fraction` of the RAM this process may use, int8 before nf4.
+        dtype: bf16, fp16 or fp32, as a torch dtype or by name; every floating weight is cast to it.
+        quant_block_size: Values per scale; even.
+        keep_precise: Not in this release.
+        error_rank: Not in this release.
+        error_iters: Not in this release.
+        double_quant: Not in this release.
+        disk_offload: Not in this release.
+        random_weights: Draw the weights as the model class does instead of reading any; only `config.json` is
+            needed. `torch.manual_seed` fixes them.
+        ram_fraction: Share of the free RAM that "auto" lets the model take.
+        trust_remote_code: Let Python code of the checkpoint run.
+        device: "cpu" or a CUDA device: where the tensors end up, and where they are packed.
+        **config_overrides: Attributes of the config to change, and `attn_implementation`.
+
+    Returns:
+        The model in evaluation mode, with its `generation_config`, and `trainstream_receipt`, a dict:
+        `tensors` read, `parameters`, `bytes_before` (all weights in `dtype`), `bytes_after`, `share_packed`
+        (of the parameters), `packed_tensors`, `skipped` (name: reason), `unused` (checkpoint tensors without a
+        place), `initialized`, `quantize`, `reason`, `seconds`. The same in one line is logged to the logger
+        "trainstream".
+
+    Raises:
+        OptionError: A bad option, an unknown config attribute, or a checkpoint stored quantized.
+        CheckpointError: Damaged, contradictory or incomplete files; the message names the file.
+        DoesNotFitError: With "auto", a model that exceeds RAM even in nf4.
+        MissingDependencyError: transformers or gguf is missing.
+
+    Example:
+        >>> model = load_model("path/to/model", quantize="nf4")  # doctest: +SKIP
+        >>> model.trainstream_receipt["share_packed"]  # doctest: +SKIP
+        0.79
+    """
+    started = time.perf_counter()
+    _refuse_later_options(keep_precise, error_rank, error_iters, double_quant, disk_offload)
+    options = _Options(
+        _quantize_option(quantize),
+        parse_dtype(dtype, accepted=_DTYPES),
+        integer("quant_block_size", quant_block_size, minimum=2, multiple_of=2),
+        fraction("ram_fraction", ram_fraction),
+        boolean("trust_remote_code", trust_remote_code),
+        _device_option(device),
+    )
+    transformers = import_transformers()
+    if isinstance(name_or_path, transformers.PretrainedConfig):
+        if not boolean("random_weights", random_weights):
+            raise OptionError("option random_weights: a config has no weights; pass random_weights=True")
+        source, shown = name_or_path, type(name_or_path).__name__
+    else:
+        random = boolean("random_weights", random_weights)
+        found_at = resolve(name_or_path, trust_remote_code=trust_remote_code, weights=not random)
+        source, shown = _folder_of(found_at, options.dtype), found_at.name
+    config = load_config(source, dict(config_overrides), trust_remote_code)
+    if random_weights:
+        model, packing, found, reason = _load_random(config, options)
+    else:
+        model, packing, found, reason = _load_folder(source, config, options)
+    move_buffers(model, options.device)
+    model.eval()
+    model.config.name_or_path = model.name_or_path = shown
+    model.trainstream_receipt = {
+        "source": shown,
+        **found,
+        "dtype": dtype_name(options.dtype),
+        "reason": reason,
+        **_receipt(model, packing, started),
+    }
+    _log_receipt(model.trainstream_receipt)
+    return model
+
+
+def load_tokenizer(name_or_path: str | os.PathLike[str], *, trust_remote_code: bool = False) -> Any:
+    """Load the tokenizer of a folder, hub id or GGUF file.
+
+    Args:
+        name_or_path: As in `load_model`.
+        trust_remote_code: Let Python code of the checkpoint run.
+
+    Returns:
+        A transformers tokenizer; a chat template is kept.
+
+    Raises:
+        CheckpointError: There is no tokenizer that transformers can read.
+
+    Example:
+        >>> tokenizer = load_tokenizer("path/to/model")  # doctest: +SKIP
+    """
+    source = resolve(name_or_path, trust_remote_code=trust_remote_code, weights=False)
+    folder = _folder_of(source, torch.bfloat16)
+    try:
+        return import_transformers().AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{folder}: no tokenizer could be loaded: {error}") from error

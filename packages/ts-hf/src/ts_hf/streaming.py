@@ -1,0 +1,318 @@
+"""Fills an empty model from a checkpoint, one parameter at a time.
+
+Names are mapped by transformers' own tables (`get_model_conversion_mapping`), which also say how several
+tensors of a file become one parameter (the experts of a mixture) or one becomes several. What arrives is cast,
+moved and packed before the next tensor is read, so RAM holds the finished part of the model and what one
+parameter needs.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from torch import nn
+from ts_core.blocks import find_blocks
+from ts_core.errors import CheckpointError
+
+from .build import owner_of
+from .checkpoint import Checkpoint
+
+__all__ = ["Packing", "Plan", "Target", "UnknownTablesError", "make_plan", "packable", "stream"]
+
+
+class UnknownTablesError(Exception):
+    """The installed transformers keeps its conversion tables somewhere else."""
+
+
+@dataclass
+class Target:
+    """One parameter (or, by conversion, several) and the checkpoint tensors it is made of.
+
+    Attributes:
+        name: The model's name of it; of the first one, if several come of one conversion.
+        sources: Pairs (pattern of the conversion, name in the checkpoint), in the order of the conversion.
+        converter: transformers' conversion, or None if the tensor is taken as it is.
+    """
+
+    name: str
+    sources: list[tuple[str, str]] = field(default_factory=list)
+    converter: Any = None
+
+
+@dataclass
+class Plan:
+    """What is read for what.
+
+    Attributes:
+        targets: In the order to read them in.
+        unused: Checkpoint tensors that the model has no place for.
+        mapping: transformers' conversions, to be kept with the model for saving.
+    """
+
+    targets: list[Target]
+    unused: list[str]
+    mapping: list[Any]
+
+
+@dataclass
+class Packing:
+    """How parameters are stored.
+
+    Attributes:
+        codec: Name of the codec, None for plain weights.
+        block_size: Values per scale.
+        names: Parameters that the codec applies to.
+        skipped: Reasons why the others stay as they are.
+    """
+
+    codec: str | None
+    block_size: int
+    names: frozenset[str]
+    skipped: dict[str, str]
+
+    def store(self, name: str, tensor: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
+        """Make the parameter that replaces `old`, packed if the name says so."""
+        if self.codec is None or name not in self.names:
+            return nn.Parameter(tensor, requires_grad=old.requires_grad and tensor.is_floating_point())
+        import ts_quant
+
+        return nn.Parameter(
+            ts_quant.quantize(tensor, self.codec, block_size=self.block_size), requires_grad=False
+        )
+
+
+def packable(model: Any) -> tuple[frozenset[str], dict[str, str]]:
+    """Say which parameters a codec may store, and why not the others.
+
+    Packed are floating matrices (two or more dimensions) inside the repeated blocks; never embeddings, the
+    output head, norms, biases, tied weights, or what the model's class keeps in fp32.
+
+    Args:
+        model: A transformers model; its parameters may be on the meta device.
+
+    Returns:
+        The names, and for each other parameter the reason.
+
+    Example:
+        >>> from transformers import GPT2Config, GPT2LMHeadModel
+        >>> model = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=8, n_head=2, vocab_size=5))
+        >>> names, skipped = packable(model)
+        >>> sorted(names)[0], skipped["transformer.wte.weight"]
+        ('transformer.h.0.attn.c_attn.weight', 'outside the blocks')
+    """
+    inside = {id(module) for block in find_blocks(model) for module in block.modules()}
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    tied_names = {*tied, *tied.values()}
+    plan = _dtype_plan(model, torch.bfloat16)
+    names: set[str] = set()
+    skipped: dict[str, str] = {}
+    for path, module in model.named_modules():
+        for last, parameter in module._parameters.items():
+            if parameter is None:
+                continue
+            name = f"{path}.{last}" if path else last
+            if id(module) not in inside:
+                skipped[name] = "outside the blocks"
+            elif isinstance(module, nn.Embedding):
+                skipped[name] = "an embedding"
+            elif parameter.dim() < 2:
+                skipped[name] = "not a matrix"
+            elif not parameter.is_floating_point():
+                skipped[name] = "not floating"
+            elif name in tied_names:
+                skipped[name] = "tied to another parameter"
+            elif any(pattern.search(name) for pattern, _ in plan):
+                skipped[name] = "kept in fp32 by its model"
+            else:
+                names.add(name)
+    return frozenset(names), skipped
+
+
+def _dtype_plan(model: Any, dtype: torch.dtype) -> list[tuple[re.Pattern[str], torch.dtype]]:
+    """Return transformers' exceptions from the dtype: patterns of names and the dtype they keep."""
+    plan: dict[str, torch.dtype] = model._get_dtype_plan(dtype) if hasattr(model, "_get_dtype_plan") else {}
+    # Matched anywhere in the name, "*" for anything: transformers' own reading of these lists.
+    return [(re.compile(name.replace("*", ".*")), kept) for name, kept in plan.items()]
+
+
+def _tables() -> Any:
+    """Return transformers' conversion tables and their helpers, as one namespace."""
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+    except ImportError as error:
+        raise UnknownTablesError(str(error)) from error
+    return SimpleNamespace(
+        WeightConverter=WeightConverter,
+        WeightRenaming=WeightRenaming,
+        dot_natural_key=dot_natural_key,
+        get_model_conversion_mapping=get_model_conversion_mapping,
+        rename_source_key=rename_source_key,
+    )
+
+
+def make_plan(model: Any, checkpoint: Checkpoint) -> Plan:
+    """Map every tensor of a checkpoint to the parameter or buffer it is for.
+
+    Args:
+        model: A transformers model; its parameters may be on the meta device.
+        checkpoint: The files.
+
+    Returns:
+        The plan.
+
+    Raises:
+        UnknownTablesError: This transformers has no conversion tables in the place known here.
+    """
+    tables = _tables()
+    mapping = tables.get_model_conversion_mapping(model)
+    renamings = [entry for entry in mapping if isinstance(entry, tables.WeightRenaming)]
+    converters = [entry for entry in mapping if isinstance(entry, tables.WeightConverter)]
+    by_pattern = {pattern: entry for entry in converters for pattern in entry.source_patterns}
+    expected = model.state_dict()
+    prefix = model.base_model_prefix
+    targets: dict[str, Target] = {}
+    unused: list[str] = []
+    # The order of the experts' numbers, not of their spelling: a conversion stacks in the order given.
+    for key in sorted(checkpoint.keys(), key=tables.dot_natural_key):
+        name, pattern = tables.rename_source_key(key, renamings, converters, prefix, expected)
+        if name not in expected and key in expected:
+            name, pattern = tables.rename_source_key(key, [], [], prefix, expected)
+        if name not in expected:
+            unused.append(key)
+            continue
+        target = targets.get(name)
+        if target is None:
+            target = targets[name] = Target(name)
+            target.converter = None if pattern is None else copy.deepcopy(by_pattern[pattern])
+        elif pattern is None or target.converter is None:
+            first = target.sources[0][1]
+            raise CheckpointError(
+                f"{checkpoint.file_of(key)}: tensors {first!r} and {key!r} are both for the parameter {name!r}"
+            )
+        target.sources.append((pattern or key, key))
+    place = {key: index for index, key in enumerate(checkpoint.keys())}
+    ordered = sorted(targets.values(), key=lambda target: min(place[key] for _, key in target.sources))
+    return Plan(ordered, unused, mapping)
+
+
+class _Stream:
+    """The state of one pass over a checkpoint."""
+
+    def __init__(
+        self, model: Any, checkpoint: Checkpoint, packing: Packing, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self.model = model
+        self.checkpoint = checkpoint
+        self.packing = packing
+        self.device = device
+        self.loaded: set[str] = set()
+        self.exceptions = _dtype_plan(model, dtype)
+
+    def wanted_dtype(self, name: str, old: torch.Tensor) -> torch.dtype:
+        if old.is_floating_point():
+            for pattern, kept in self.exceptions:
+                if pattern.search(name):
+                    return kept
+        return old.dtype
+
+    def read(self, key: str, dtype: torch.dtype) -> torch.Tensor:
+        stored = self.checkpoint.info(key)
+        small = stored.dtype is None or stored.dtype.itemsize < 2
+        if dtype.is_floating_point and (small or not (stored.dtype and stored.dtype.is_floating_point)):
+            raise CheckpointError(
+                f"{self.checkpoint.file_of(key)}: tensor {key!r} is stored as {stored.stored_dtype}, which is not the "
+                "plain weight the model expects; the checkpoint is quantized, but its config does not say how"
+            )
+        return self.checkpoint.read(key).to(dtype)
+
+    def put(self, name: str, tensor: torch.Tensor, sources: list[tuple[str, str]]) -> None:
+        module, last = owner_of(self.model, name)
+        old = getattr(module, last)
+        if tuple(tensor.shape) != tuple(old.shape):
+            key = sources[0][1]
+            raise CheckpointError(
+                f"{self.checkpoint.file_of(key)}: tensor {key!r} has shape {tuple(tensor.shape)}, the model's "
+                f"{name!r} has {tuple(old.shape)}"
+            )
+        tensor = tensor.to(self.device)
+        if last in module._parameters:
+            module._parameters[last] = self.packing.store(name, tensor, old)
+        else:
+            module._buffers[last] = tensor
+        self.loaded.add(name)
+
+    def fill(self, target: Target) -> None:
+        module, last = owner_of(self.model, target.name)
+        dtype = self.wanted_dtype(target.name, getattr(module, last))
+        if target.converter is None:
+            self.put(target.name, self.read(target.sources[0][1], dtype), target.sources)
+            return
+        for pattern, key in target.sources:
+            target.converter.add_tensor(target.name, key, pattern, partial(self.read, key, dtype))
+        try:
+            made = target.converter.convert(target.name, model=self.model, config=self.model.config)
+        except (RuntimeError, ValueError, IndexError, KeyError) as error:
+            key = target.sources[0][1]
+            raise CheckpointError(
+                f"{self.checkpoint.file_of(key)}: the {len(target.sources)} tensors for {target.name!r} (first: {key!r}) "
+                f"do not fit together: {error}"
+            ) from error
+        expected = self.model.state_dict()
+        while made:
+            name, tensor = made.popitem()
+            tensor = tensor[0] if isinstance(tensor, list) else tensor
+            if name not in expected:
+                raise CheckpointError(
+                    f"{self.checkpoint.file_of(target.sources[0][1])}: tensor {target.sources[0][1]!r} was converted "
+                    f"to {name!r}, which the model does not have"
+                )
+            self.put(name, tensor.contiguous(), target.sources)
+
+
+def stream(
+    model: Any,
+    checkpoint: Checkpoint,
+    plan: Plan,
+    packing: Packing,
+    *,
+    dtype: torch.dtype,
+    device: torch.device,
+    progress: Callable[[int], None] | None = None,
+) -> set[str]:
+    """Read every planned tensor and put it into the model.
+
+    Args:
+        model: The model; parameters on the meta device are replaced.
+        checkpoint: The files.
+        plan: From `make_plan`.
+        packing: What is stored how.
+        dtype: Dtype the model was built with.
+        device: Where the tensors end up, and where they are packed.
+        progress: Called with the bytes read after each parameter.
+
+    Returns:
+        Names of the parameters and buffers that got a value.
+
+    Raises:
+        CheckpointError: A shape that does not fit, or a stored dtype that is no plain weight.
+    """
+    state = _Stream(model, checkpoint, packing, dtype, device)
+    with torch.no_grad():
+        for target in plan.targets:
+            state.fill(target)
+            if progress is not None:
+                progress(sum(checkpoint.info(key).nbytes for _, key in target.sources))
+    return state.loaded

@@ -1,0 +1,64 @@
+"""Counting backward passes per parameter, so that forgetting `step()` is an error and not a wrong result."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from ts_core.errors import StateError
+
+__all__ = ["BackwardCounter"]
+
+
+class BackwardCounter:
+    """Raises in the backward pass that adds one gradient too many to a parameter.
+
+    A tied parameter counts once a pass, however often it is used. The hook does not keep the counter alive.
+    """
+
+    def __init__(self, limit: int, name_of: Callable[[torch.Tensor], str]) -> None:
+        """Start at zero.
+
+        Args:
+            limit: Accepted passes before `reset`.
+            name_of: Gives a parameter's name for the message.
+        """
+        self._limit = limit
+        self._name_of = name_of
+        self._counts: dict[int, int] = {}
+        self._handles: dict[int, Any] = {}
+
+    def watch(self, param: torch.Tensor) -> None:
+        """Count this parameter's gradients from now on; one that needs no gradient is left for later."""
+        if param.requires_grad and param.is_leaf and id(param) not in self._handles:
+            me = weakref.ref(self)
+
+            def hook(p: torch.Tensor) -> None:
+                counter = me()
+                if counter is not None:
+                    counter._count(p)
+
+            self._handles[id(param)] = param.register_post_accumulate_grad_hook(hook)
+
+    def _count(self, param: torch.Tensor) -> None:
+        count = self._counts.get(id(param), 0) + 1
+        self._counts[id(param)] = count
+        if count > self._limit:
+            raise StateError(
+                f"[OffloadAdamW] backward pass {count} since the last step() reached {self._name_of(param)}, "
+                f"but accumulation_steps={self._limit}. Call step() after {self._limit} backward "
+                f"pass{'es' if self._limit > 1 else ''}, zero_grad() to discard the gradients, or make the "
+                "optimizer with accumulation_steps=None for any number"
+            )
+
+    def reset(self) -> None:
+        """Start again at zero."""
+        self._counts.clear()
+
+    def close(self) -> None:
+        """Remove every hook."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles.clear()

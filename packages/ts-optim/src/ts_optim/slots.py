@@ -1,0 +1,307 @@
+"""What the optimizer keeps for one parameter: state tensors of the right dtype, place and layout, and flat views."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from ts_core.dtypes import dtype_name
+from ts_core.errors import ArgumentError, ArgumentTypeError, StateError
+from ts_core.registry import host_allocator
+
+from .placement import Place, PlacePolicy
+
+__all__ = ["State", "StateMaker", "fresh_step", "Slot", "check_param", "flat_gradient", "is_dense"]
+
+State = dict[str, Any]
+
+_LOW = (torch.bfloat16, torch.float16)
+_SUPPORTED = (torch.float32, torch.float64, *_LOW)
+
+
+def is_remote(param: torch.Tensor) -> bool:
+    """Tell whether a parameter lives elsewhere than in host memory."""
+    return param.device.type != "cpu"
+
+
+def is_dense(t: torch.Tensor) -> bool:
+    """Tell whether the elements of `t` fill one stretch of memory, in whatever order of dimensions."""
+    if t.is_contiguous():
+        return True
+    expected = 1
+    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+def _flat(t: torch.Tensor) -> torch.Tensor:
+    """View a dense tensor as one dimension, in the order of its memory."""
+    t = t.detach()
+    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset())
+
+
+def check_param(param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
+    """Refuse what cannot be updated.
+
+    Args:
+        param: The parameter.
+        grad: Its gradient.
+        name: For the message.
+
+    Raises:
+        ArgumentTypeError: Sparse or complex gradient, or a dtype that is not trained.
+        ArgumentError: The gradient's shape differs, or elements of the parameter share memory.
+    """
+    where = f"[OffloadAdamW.step] {name}"
+    if grad.layout is not torch.strided:
+        raise ArgumentTypeError(
+            f"{where}: expected a dense gradient, given layout {grad.layout}. Use sparse=False in the "
+            "embedding, or torch.optim.SparseAdam for it"
+        )
+    if grad.is_complex() or param.is_complex():
+        raise ArgumentTypeError(
+            f"{where}: expected a real parameter, given {dtype_name(param.dtype)}. Train torch.view_as_real "
+            "of it"
+        )
+    if param.dtype not in _SUPPORTED or grad.dtype not in _SUPPORTED:
+        names = ", ".join(dtype_name(dtype) for dtype in _SUPPORTED)
+        raise ArgumentTypeError(
+            f"{where}: expected one of {names}, given a parameter of {dtype_name(param.dtype)} with a "
+            f"gradient of {dtype_name(grad.dtype)}"
+        )
+    if grad.shape != param.shape or grad.device != param.device:
+        raise ArgumentError(
+            f"{where}: expected a gradient of shape {tuple(param.shape)} on {param.device}, given "
+            f"{tuple(grad.shape)} on {grad.device}"
+        )
+
+
+@dataclass
+class Slot:
+    """One parameter ready for the kernels; valid while `key` and the state's tensors stay what they were.
+
+    Attributes:
+        param: The parameter.
+        place: "host" or "device"; a CPU parameter counts as "host".
+        staged: Its gradient and weights cross to the host and back in each step.
+        dense: Its memory can be used as it is; else the step works on a copy.
+        weights: The parameter as one dimension, in the order of its memory; the parameter if not dense.
+        master: state["master"] as one dimension, or for a staged fp32 parameter a copy on the host. None
+            where the parameter itself is what the kernel updates.
+        exp_avg, exp_avg_sq: Flat views of the moments.
+        state: The entry of `optimizer.state` that the views belong to.
+        staging: Host buffer of the gradient (flat), for staged ones; made at the first step.
+        version: Version counter of the parameter after our last write, for staged ones.
+    """
+
+    param: torch.Tensor
+    key: tuple[Any, ...]
+    place: Place
+    staged: bool
+    dense: bool
+    state: State
+    tensors: tuple[Any, ...]
+    weights: torch.Tensor
+    master: torch.Tensor | None
+    exp_avg: torch.Tensor
+    exp_avg_sq: torch.Tensor
+    staging: torch.Tensor | None = None
+    version: int = -1
+
+    @property
+    def low(self) -> bool:
+        """Whether the parameter is a 16-bit one with an fp32 master."""
+        return self.param.dtype in _LOW
+
+    @property
+    def bucket(self) -> tuple[str, bool, torch.device]:
+        """What can share one kernel call with it."""
+        kind = "double" if self.param.dtype is torch.float64 else "staged" if self.staged else "plain"
+        return kind, self.low, self.param.device
+
+    def current(self, key: tuple[Any, ...], state: State) -> bool:
+        """Tell whether nobody has exchanged the parameter's memory or the state's tensors since."""
+        return self.key == key and self.state is state and self.tensors == _identity(state)
+
+
+def _identity(state: State) -> tuple[Any, ...]:
+    return tuple(id(state.get(name)) for name in ("step", "exp_avg", "exp_avg_sq", "master"))
+
+
+def key_of(param: torch.Tensor) -> tuple[Any, ...]:
+    """What a slot's views depend on."""
+    return param.data_ptr(), param.dtype, param.device, param.shape, param.stride()
+
+
+def fresh_step(value: float) -> torch.Tensor:
+    """Make a step counter: a 0-d float32 CPU tensor, as torch's AdamW has it."""
+    return torch.tensor(value, dtype=torch.float32, device="cpu")
+
+
+class StateMaker:
+    """Makes and repairs state entries and slots; writes nothing to the optimizer."""
+
+    def __init__(self, place: PlacePolicy, pin: bool | None) -> None:
+        """Remember the policy.
+
+        Args:
+            place: Where the state of a CUDA parameter lives.
+            pin: Page-lock host state: None does so for CUDA parameters.
+        """
+        self._place = place
+        self._pin = pin
+
+    def place_of(self, param: torch.Tensor) -> Place:
+        """Ask the policy, for parameters that are not in host memory.
+
+        Raises:
+            ArgumentError: The policy answered something else than "host" or "device".
+        """
+        if not is_remote(param):
+            return "host"
+        if param.dtype is torch.float64:
+            return "device"
+        place = self._place(param)
+        if place not in ("host", "device"):
+            raise ArgumentError(
+                f"[OffloadAdamW] place: expected 'host' or 'device' for a parameter of shape "
+                f"{tuple(param.shape)}, given {place!r}"
+            )
+        return place
+
+    def _empty(self, param: torch.Tensor, dtype: torch.dtype, place: Place) -> torch.Tensor:
+        """Make memory with the parameter's strides where it is dense, contiguous where not."""
+        on_host = place == "host"
+        device = torch.device("cpu") if on_host else param.device
+        pin = on_host and (self._pin or (self._pin is None and is_remote(param)))
+        shape = param.shape
+        if not pin or not param.numel():
+            if not is_dense(param):
+                return torch.empty(shape, dtype=dtype, device=device)
+            return torch.empty_strided(shape, param.stride(), dtype=dtype, device=device)
+        flat = host_allocator().empty(param.numel() * dtype.itemsize).view(dtype)
+        return flat.as_strided(shape, param.stride()) if is_dense(param) else flat.view(shape)
+
+    def _fit(self, t: Any, param: torch.Tensor, dtype: torch.dtype, place: Place, copy: bool) -> torch.Tensor:
+        """Give a state tensor the dtype, device and layout it must have; itself when it has them."""
+        device = torch.device("cpu") if place == "host" else param.device
+        good = t.dtype is dtype and t.device == device
+        good = good and (t.stride() == param.stride() if is_dense(param) else t.is_contiguous())
+        if good and not copy:
+            return t.detach()  # type: ignore[no-any-return]
+        out = self._empty(param, dtype, place)
+        return out.copy_(t.detach())
+
+    def make_state(self, param: torch.Tensor, old: State, *, copy: bool = False) -> State:
+        """Make a complete state entry, out of an empty, foreign or outdated one.
+
+        Args:
+            param: The parameter.
+            old: Its entry so far; {} makes fresh zeros.
+            copy: Copy every tensor, for entries that belong to somebody else.
+
+        Returns:
+            `old` itself if nothing is to be changed, else a new dict.
+
+        Raises:
+            StateError: Shapes do not match.
+        """
+        place = self.place_of(param)
+        dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
+        new: State = {}
+        if not old:
+            new["step"] = fresh_step(0.0)
+            for name in ("exp_avg", "exp_avg_sq"):
+                new[name] = self._empty(param, dtype, place).zero_()
+        else:
+            missing = {"step", "exp_avg", "exp_avg_sq"} - old.keys()
+            if missing:
+                raise StateError(f"[OffloadAdamW] state: expected step, exp_avg, exp_avg_sq, without {missing}")
+            step = old["step"]
+            good = isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.dim() == 0
+            keep = good and step.device.type == "cpu" and not copy
+            new["step"] = step if keep else fresh_step(float(step))
+            for name in ("exp_avg", "exp_avg_sq"):
+                if old[name].shape != param.shape:
+                    raise StateError(
+                        f"[OffloadAdamW] state {name}: expected shape {tuple(param.shape)} as its parameter, "
+                        f"given {tuple(old[name].shape)}"
+                    )
+                new[name] = self._fit(old[name], param, dtype, place, copy)
+        if param.dtype in _LOW:
+            source = old.get("master")
+            keep = source is not None and source.shape == param.shape
+            new["master"] = self._fit(source if keep else param, param, dtype, place, copy)
+        same = old.keys() == new.keys() and all(old[name] is new[name] for name in new)
+        return old if same else new
+
+    def make_slot(self, param: torch.Tensor, state: State, key: tuple[Any, ...]) -> Slot:
+        """Make the views that the kernels use.
+
+        Raises:
+            ArgumentError: Elements of the parameter share memory.
+        """
+        dense = is_dense(param)
+        if not dense and torch._debug_has_internal_overlap(param) == 1:
+            raise ArgumentError(
+                f"[OffloadAdamW] expected parameters whose elements do not share memory, given one of shape "
+                f"{tuple(param.shape)} and strides {param.stride()}. Train the tensor it was expanded from"
+            )
+        place = self.place_of(param)
+        staged = is_remote(param) and place == "host"
+        master = None
+        if "master" in state:
+            master = _flat(state["master"])
+        elif staged:
+            master = _flat(self._empty(param, torch.float32, place).copy_(param.detach()))
+        return Slot(
+            param=param,
+            key=key,
+            place=place,
+            staged=staged,
+            dense=dense,
+            state=state,
+            tensors=_identity(state),
+            weights=_flat(param) if dense else param.detach(),
+            master=master,
+            exp_avg=_flat(state["exp_avg"]),
+            exp_avg_sq=_flat(state["exp_avg_sq"]),
+            version=param._version,
+        )
+
+    def staging(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+        """Return the slot's host buffer for a gradient like `grad` (flat), making it once."""
+        if slot.staging is None or slot.staging.dtype is not grad.dtype:
+            pinned = self._pin is not False and is_remote(slot.param) and grad.numel() > 0
+            nbytes = grad.numel() * grad.element_size()
+            raw = host_allocator().empty(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
+            slot.staging = raw.view(grad.dtype)
+        return slot.staging
+
+
+def flat_gradient(slot: Slot, grad: torch.Tensor) -> torch.Tensor:
+    """View or copy a gradient as one dimension, in the element order of the slot's state.
+
+    Args:
+        slot: The parameter's slot.
+        grad: Its gradient, in any layout.
+
+    Returns:
+        A flat tensor; shares the gradient's memory where the layouts agree.
+    """
+    grad = grad.detach()
+    if grad.dtype is torch.float64 and slot.param.dtype is not torch.float64:
+        grad = grad.float()
+    if not slot.dense:
+        return grad.reshape(-1)
+    if slot.param.is_contiguous() and grad.is_contiguous():
+        return grad.view(-1)
+    if grad.stride() != slot.param.stride():
+        same = torch.empty_strided(slot.param.shape, slot.param.stride(), dtype=grad.dtype, device=grad.device)
+        grad = same.copy_(grad)
+    return _flat(grad)

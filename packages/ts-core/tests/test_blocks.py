@@ -50,7 +50,9 @@ def assert_complete(model, blocks=None):
     owned = [id(model.get_parameter(name)) for name in names]
     assert sorted(owned) == sorted(id(p) for p in model.parameters())
     assert len(set(owned)) == len(owned)
-    assert sum(group.bytes for group in groups) == sum(p.numel() * p.element_size() for p in model.parameters())
+    assert sum(group.bytes for group in groups) == sum(
+        p.numel() * p.element_size() for p in model.parameters()
+    )
     assert len({group.name for group in groups}) == len(groups)
     return groups
 
@@ -88,7 +90,9 @@ def test_the_larger_of_two_stacks_is_taken():
     model.text = Model([Layer(16) for _ in range(3)], width=16)
     assert find_blocks(model) == list(model.text.layers)
     groups = assert_complete(model)
-    assert {"vision": "other", "text.embed": "embedding", "text.lm_head": "head"}.items() <= kinds(model).items()
+    assert {"vision": "other", "text.embed": "embedding", "text.lm_head": "head"}.items() <= kinds(
+        model
+    ).items()
     assert [g.name for g in groups if g.kind == "block"] == [f"text.layers.{i}" for i in range(3)]
 
 
@@ -99,7 +103,9 @@ def test_plain_sequential():
 
 
 def test_sequential_with_embedding_and_head_around_the_stack():
-    model = nn.Sequential(nn.Embedding(500, 8), *(Layer() for _ in range(4)), nn.LayerNorm(8), nn.Linear(8, 500))
+    model = nn.Sequential(
+        nn.Embedding(500, 8), *(Layer() for _ in range(4)), nn.LayerNorm(8), nn.Linear(8, 500)
+    )
     assert find_blocks(model) == list(model)[1:5]
     assert list(kinds(model).values()) == ["embedding", *["block"] * 4, "norm", "head"]
 
@@ -113,7 +119,12 @@ def test_sequential_of_unlike_sequentials_is_no_stack_but_alike_ones_are():
 
 
 def test_none_found():
-    for model in (nn.Linear(3, 3), nn.Sequential(nn.Linear(3, 3)), nn.ReLU(), nn.Sequential(nn.ReLU(), nn.ReLU())):
+    for model in (
+        nn.Linear(3, 3),
+        nn.Sequential(nn.Linear(3, 3)),
+        nn.ReLU(),
+        nn.Sequential(nn.ReLU(), nn.ReLU()),
+    ):
         assert find_blocks(model) == []
         assert_complete(model)
     model = nn.Module()
@@ -332,9 +343,11 @@ def build(spec, made):
         module.register_parameter("p", nn.Parameter(torch.zeros(3)))
         return module
     if spec in ("norm", "embedding", "relu", "layer"):
-        return {"norm": nn.LayerNorm, "embedding": lambda n: nn.Embedding(5, n), "relu": lambda n: nn.ReLU()}.get(
-            spec, Layer
-        )(4)
+        return {
+            "norm": nn.LayerNorm,
+            "embedding": lambda n: nn.Embedding(5, n),
+            "relu": lambda n: nn.ReLU(),
+        }.get(spec, Layer)(4)
     linear = nn.Linear(4, 4)
     if spec == "tied" and made:
         linear.weight = made[-1].weight
@@ -352,7 +365,9 @@ def test_every_parameter_of_any_tree_is_in_exactly_one_group(spec, data):
     assert all(next(block.parameters(), None) is not None for block in found)
     assert find_blocks(model, found) == found
     inside = [{id(m) for m in block.modules()} for block in found]
-    assert not any(id(b) in modules for i, b in enumerate(found) for j, modules in enumerate(inside) if i != j)
+    assert not any(
+        id(b) in modules for i, b in enumerate(found) for j, modules in enumerate(inside) if i != j
+    )
     # All names of all parameters lead to their owner.
     mapped = BlockMap(groups)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -89,7 +89,11 @@ MODELS = {
     "bert": (
         lambda: transformers.BertForMaskedLM(
             transformers.BertConfig(
-                hidden_size=16, intermediate_size=32, num_hidden_layers=3, num_attention_heads=2, vocab_size=64
+                hidden_size=16,
+                intermediate_size=32,
+                num_hidden_layers=3,
+                num_attention_heads=2,
+                vocab_size=64,
             )
         ),
         "bert.encoder.layer",

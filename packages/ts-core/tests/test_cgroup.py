@@ -240,6 +240,8 @@ def test_budget_is_the_minimum_over_all_ancestors_and_the_machine(tmp_path_facto
         else:
             files |= v2(path, "max" if limit is None else limit, used, inactive)
     budget = host_budget(tree(root, files), ranks=1)
-    limits = [(lim, max(lim - used + min(inactive, used), 0)) for lim, used, inactive in chain if lim is not None]
+    limits = [
+        (lim, max(lim - used + min(inactive, used), 0)) for lim, used, inactive in chain if lim is not None
+    ]
     assert budget.limit_bytes == (min(lim for lim, _ in limits) * MIB if limits else None)
     assert budget.available_bytes == min([available, *(left for _, left in limits)]) * MIB

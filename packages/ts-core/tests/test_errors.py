@@ -34,7 +34,9 @@ def test_errors_survive_pickling_between_processes(ours):
 
 
 def test_every_error_class_is_listed_here():
-    classes = {v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, errors.TrainStreamError)}
+    classes = {
+        v for v in vars(errors).values() if isinstance(v, type) and issubclass(v, errors.TrainStreamError)
+    }
     assert classes == {*BUILTIN, errors.TrainStreamError}
 
 

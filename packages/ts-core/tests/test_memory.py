@@ -62,7 +62,22 @@ def test_integers_pass_through(n):
 @pytest.mark.parametrize(
     "value",
     [
-        *("", " ", "GiB", "-1", "-1GiB", "1 2", "1,5G", "1e9", "0x10", "1.2.3", "12q", "1GiBs", "١GiB", "1\x00"),
+        *(
+            "",
+            " ",
+            "GiB",
+            "-1",
+            "-1GiB",
+            "1 2",
+            "1,5G",
+            "1e9",
+            "0x10",
+            "1.2.3",
+            "12q",
+            "1GiBs",
+            "\u0661GiB",
+            "1\x00",
+        ),
         *(-1, True, 1.0, 1.5, None, b"1", [1], 2**63, "9" * 30, "9" * 6000, "8388608TiB", torch.tensor(3)),
     ],
 )
@@ -205,7 +220,7 @@ def test_device_budget_of_other_devices_is_refused(device):
 
 def test_device_budget_without_cuda_says_what_to_do(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(DeviceError, match='needs a GPU.*Use device="cpu"'):
+    with pytest.raises(DeviceError, match=r'needs a GPU.*Use device="cpu"'):
         memory.device_budget("cuda")
 
 

@@ -166,7 +166,11 @@ def test_a_compiled_graph_holds_the_op():
 
 
 def test_defined_ops_lists_names_and_what_is_written():
-    assert [op.name.split("::")[1] for op in ops.defined_ops("ts_core_test")][:3] == ["axpy", "fill_", "many_"]
+    assert [op.name.split("::")[1] for op in ops.defined_ops("ts_core_test")][:3] == [
+        "axpy",
+        "fill_",
+        "many_",
+    ]
     assert set(ops.defined_ops("ts_core_test")) <= set(ops.defined_ops())
     by_name = {op.name: op for op in LIBRARY.ops}
     assert by_name["ts_core_test::axpy"].mutates == ()
@@ -201,7 +205,9 @@ def test_bad_namespaces_are_refused(namespace):
         ops.OpLibrary(namespace)
 
 
-@pytest.mark.parametrize("schema", ["", "f", "other::f(Tensor x) -> Tensor", "f.out(Tensor x) -> ()", "g(Tensor"])
+@pytest.mark.parametrize(
+    "schema", ["", "f", "other::f(Tensor x) -> Tensor", "f.out(Tensor x) -> ()", "g(Tensor"]
+)
 def test_bad_schemas_are_refused(schema):
     library = ops.OpLibrary(f"ts_core_test_{next(NUMBER)}")
     with pytest.raises(ArgumentError, match="schema"):

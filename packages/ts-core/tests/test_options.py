@@ -107,9 +107,7 @@ def test_integer_refuses_other_kinds(value):
     st.none() | st.floats(-10, 10),
 )
 def test_number_checks_limits(value, low, high):
-    closed = (
-        math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
-    )
+    closed = math.isfinite(value) and (low is None or value >= low) and (high is None or value <= high)
     opened = math.isfinite(value) and (low is None or value > low) and (high is None or value < high)
     for accepted, call in (
         (closed, {"minimum": low, "maximum": high}),

@@ -10,10 +10,10 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .devices import devices, seeded
+    from .device_params import devices, seeded
     from .opcheck import Sample, opcheck_all
     from .strategies import FLAVOURS, LAYOUTS, float_tensors, make_tensor, shapes
-    from .tolerance import Tolerance, assert_bit_equal, assert_near, tolerance
+    from .tolerances import Tolerance, assert_bit_equal, assert_near, tolerance
 
     gpu: Any
 
@@ -38,23 +38,22 @@ _HOME = {
     "FLAVOURS": "strategies",
     "LAYOUTS": "strategies",
     "Sample": "opcheck",
-    "Tolerance": "tolerance",
-    "assert_bit_equal": "tolerance",
-    "assert_near": "tolerance",
-    "devices": "devices",
+    "Tolerance": "tolerances",
+    "assert_bit_equal": "tolerances",
+    "assert_near": "tolerances",
+    "devices": "device_params",
     "float_tensors": "strategies",
-    "gpu": "devices",
+    "gpu": "device_params",
     "make_tensor": "strategies",
     "opcheck_all": "opcheck",
-    "seeded": "devices",
+    "seeded": "device_params",
     "shapes": "strategies",
-    "tolerance": "tolerance",
+    "tolerance": "tolerances",
 }
 
 
 def __getattr__(name: str) -> Any:
-    # The submodule `tolerance` holds the function `tolerance`: import_module would leave the submodule under
-    # that name in this package, so the function is stored over it.
+    # No submodule may be named like something it holds: importing it would put the module in that place.
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     value = getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -44,7 +44,7 @@ __global__ void decode_kernel(const int8_t* __restrict__ codes, const float* __r
   for (int u = 0; u < kUnroll; ++u) {
     const int64_t word = start + u * kThreads;
     if (word < words) {
-      packed[u] = __ldg(reinterpret_cast<const Packed*>(codes) + word);
+      packed[u] = reinterpret_cast<const Packed*>(codes)[word];
       scale[u] = __ldg(absmax + block_of_word(word));
     }
   }

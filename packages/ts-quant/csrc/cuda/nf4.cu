@@ -9,6 +9,18 @@
 namespace ts::quant {
 namespace {
 
+// Device code cannot index the host's constexpr arrays.
+struct Tables {
+  float levels[16], thresholds[15];
+};
+constexpr Tables make_tables() {
+  Tables t{};
+  for (int i = 0; i < 16; ++i) t.levels[i] = kNf4Levels[i];
+  for (int i = 0; i < 15; ++i) t.thresholds[i] = kNf4Thresholds[i];
+  return t;
+}
+__constant__ const Tables kTables = make_tables();
+
 struct Nf4 {
   using Code = uint8_t;
   static constexpr bool kPacked = true;
@@ -26,16 +38,14 @@ struct Nf4 {
     const float v = s.divides ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor);
     unsigned count = 0;
 #pragma unroll
-    for (int i = 0; i < 15; ++i) count += v > kNf4Thresholds[i];
+    for (int i = 0; i < 15; ++i) count += v > kTables.thresholds[i];
     return count;
   }
 };
 
 // The 16 levels lie in 16 different banks, so 32 lanes read any of them without a conflict.
 __device__ __forceinline__ void fill_levels(float* levels) {
-#pragma unroll
-  for (int i = 0; i < 16; ++i)
-    if (threadIdx.x == i) levels[i] = kNf4Levels[i];
+  if (threadIdx.x < 16) levels[threadIdx.x] = kTables.levels[threadIdx.x];
   __syncthreads();
 }
 
@@ -46,7 +56,6 @@ __global__ void decode_kernel(const uint8_t* __restrict__ codes, const float* __
   constexpr int kElements = Word<T>::kElements;
   using Packed = std::conditional_t<kElements == 8, uint32_t, uint16_t>;
   __shared__ float levels[16];
-  fill_levels(levels);
   const int64_t start = int64_t{blockIdx.x} * (kThreads * kUnroll) + threadIdx.x;
   Packed packed[kUnroll];
   float scale[kUnroll];
@@ -58,6 +67,7 @@ __global__ void decode_kernel(const uint8_t* __restrict__ codes, const float* __
       scale[u] = __ldg(absmax + block_of_word(word));
     }
   }
+  fill_levels(levels);  // while the loads are on their way
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
     const int64_t word = start + u * kThreads;

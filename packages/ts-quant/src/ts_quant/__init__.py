@@ -1,1 +1,39 @@
-__version__="0"
+"""Block-wise codecs for frozen weights: int8 and nf4, on CPU and CUDA.
+
+`quantize` and `dequantize` work on tensors, `quantize_model` on the frozen block weights of a module. A
+`QuantizedTensor` stays a tensor (and a `torch.nn.Parameter`) to everything around it.
+"""
+
+from importlib.metadata import version
+
+from ts_core.errors import MissingDependencyError
+
+try:
+    from . import _C
+except ImportError as error:
+    raise MissingDependencyError(
+        "[ts_quant] the native module ts_quant._C could not be loaded "
+        f"({error}). Install the package from its folder: pip install ./packages/ts-core ./packages/ts-quant",
+        name="ts_quant._C",
+    ) from error
+
+from .codecs import BlockCodec
+from .functional import dequantize, quantize
+from .model import quantize_model
+from .storage import from_safetensors_dict, to_safetensors_dict
+from .tensor import QuantizedTensor
+
+__all__ = [
+    "BlockCodec",
+    "QuantizedTensor",
+    "dequantize",
+    "from_safetensors_dict",
+    "quantize",
+    "quantize_model",
+    "to_safetensors_dict",
+]
+
+__version__ = version("ts-quant")
+
+#: Whether this build has CUDA kernels.
+with_cuda: bool = _C.with_cuda

@@ -1,0 +1,93 @@
+r"""`F.linear` with a packed weight: decode, multiply, forget; decode again in backward.
+
+$y = x \hat W^T + b$, $\partial x = \partial y\, \hat W$, $\partial b = \sum \partial y$. The weight is frozen, so
+between forward and backward only the packed tensors are alive, which the parameter holds anyway.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import torch
+from ts_core import registry
+
+__all__ = ["linear"]
+
+
+class _PackedLinear(torch.autograd.Function):
+    """The autograd formula; every argument but `x` and `bias` is constant."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: torch.Tensor,
+        bias: torch.Tensor | None,
+        codec: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype,
+        block_size: int,
+        names: tuple[str, ...],
+        *packed: torch.Tensor,
+    ) -> torch.Tensor:
+        """Decode and multiply."""
+        ctx.save_for_backward(*packed)
+        ctx.layout = (codec, shape, dtype, block_size, names)
+        weight = _decode_as(packed, ctx.layout, x.dtype)
+        return torch.nn.functional.linear(x, weight, bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        """Decode again and multiply the other way."""
+        grad_x = grad_bias = None
+        if ctx.needs_input_grad[0]:
+            grad_x = grad.matmul(_decode_as(ctx.saved_tensors, ctx.layout, grad.dtype))
+        if ctx.needs_input_grad[1]:
+            grad_bias = grad.reshape(-1, grad.shape[-1]).sum(0)
+        constants = (None,) * (5 + len(ctx.layout[4]))
+        return (grad_x, grad_bias, *constants)
+
+
+def _decode_as(packed: tuple[torch.Tensor, ...], layout: Any, dtype: torch.dtype) -> torch.Tensor:
+    codec, shape, presented, block_size, names = layout
+    tensors = dict(zip(names, packed, strict=True))
+    # From fp32 one rounding is all there is; from a shorter dtype the plain module would round twice.
+    first = dtype if presented is torch.float32 else presented
+    return registry.codec(codec).decode(tensors, shape, first, block_size).to(dtype)
+
+
+def linear(
+    x: torch.Tensor,
+    bias: torch.Tensor | None,
+    packed: Mapping[str, torch.Tensor],
+    codec: str,
+    shape: torch.Size,
+    dtype: torch.dtype,
+    block_size: int,
+) -> torch.Tensor:
+    """Multiply with a packed weight.
+
+    Args:
+        x: `(..., in_features)`, any floating dtype that the weight presents, or autocast.
+        bias: `(out_features,)` or `None`.
+        packed: The codec's tensors.
+        codec: Name of the codec.
+        shape: `(out_features, in_features)`.
+        dtype: Dtype that the weight presents.
+        block_size: Values per scale.
+
+    Returns:
+        `(..., out_features)`.
+
+    Raises:
+        RuntimeError: Shapes or dtypes do not fit; PyTorch's own message.
+    """
+    kind = x.device.type
+    if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
+        cast_to = torch.get_autocast_dtype(kind)
+        x = x.to(cast_to)
+        bias = None if bias is None else bias.to(cast_to)
+    elif x.dtype != dtype:
+        raise RuntimeError(f"expected input and weight of one dtype, got {x.dtype} and {dtype}")
+    layout = (codec, tuple(shape), dtype, block_size, tuple(packed))
+    return cast(torch.Tensor, _PackedLinear.apply(x, bias, *layout, *packed.values()))  # type: ignore[no-untyped-call]

@@ -1,0 +1,98 @@
+"""`quantize` and `dequantize`: what most callers need."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from ts_core import registry
+from ts_core.errors import ArgumentTypeError, message
+from ts_core.options import integer, not_yet
+
+from .tensor import QuantizedTensor
+
+__all__ = ["dequantize", "quantize"]
+
+_LATER = ("fp8", "nvfp4")
+
+
+def find_codec(option: str, value: Any) -> registry.Codec:
+    """Return the codec of a name; codecs that are planned but not there say so."""
+    if isinstance(value, str) and value in _LATER and value not in registry.codecs():
+        not_yet(option, value, registry.codecs())
+    return registry.codec(value)
+
+
+def quantize(
+    tensor: torch.Tensor,
+    codec: str = "nf4",
+    *,
+    block_size: int = 64,
+    double_quant: bool = False,
+    name: str = "tensor",
+) -> QuantizedTensor:
+    r"""Encode a tensor: codes, and one absmax per block of `block_size` consecutive elements.
+
+    int8: $q = \mathrm{round}(x / s)$, $s = \mathrm{absmax} / 127$; 1 + 4 / `block_size` bytes a value.
+    nf4: the nearest of 16 levels to $x / \mathrm{absmax}$; 0.5 + 4 / `block_size` bytes a value, the bits of
+    bitsandbytes. `ts_quant.reference` spells both out.
+
+    Args:
+        tensor: float32, float16 or bfloat16 of any shape and layout, finite; CPU or CUDA. Not written.
+        codec: "nf4" or "int8", or another codec registered with `ts_core.registry`.
+        block_size: Values per scale, taken in row-major order; even, >= 2.
+        double_quant: Also quantize the scales; not available in this release.
+        name: What to call the tensor in messages.
+
+    Returns:
+        A `QuantizedTensor` of the tensor's shape, dtype and device.
+
+    Raises:
+        OptionError: Unknown codec, bad block size, or an option that is not available yet.
+        ArgumentTypeError: Not a floating tensor of the three dtypes, or quantized already.
+        ArgumentError: A NaN or an infinity in the tensor.
+
+    Example:
+        >>> weight = torch.linspace(-1, 1, 128).reshape(2, 64)
+        >>> quantize(weight, "int8").packed_bytes
+        136
+
+    Source: QLoRA, arXiv:2305.14314 (nf4).
+    """
+    not_yet("double_quant", double_quant, (False,))
+    block_size = integer("block_size", block_size, minimum=2, multiple_of=2)
+    found = find_codec("codec", codec)
+    if not isinstance(tensor, torch.Tensor) or isinstance(tensor, QuantizedTensor):
+        given = "a QuantizedTensor" if isinstance(tensor, QuantizedTensor) else type(tensor).__name__
+        hint = "Call dequantize() first to encode it again" if isinstance(tensor, QuantizedTensor) else None
+        raise ArgumentTypeError(message("quantize", name, "a floating tensor", given, hint))
+    extra = {"name": name} if hasattr(found, "layout") else {}
+    packed = found.encode(tensor.detach(), block_size, **extra)
+    return QuantizedTensor(packed, found.name, tensor.shape, tensor.dtype, block_size)
+
+
+def dequantize(
+    tensor: QuantizedTensor, dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
+) -> torch.Tensor:
+    r"""Decode a tensor: $\hat x = \mathrm{level}(q) \cdot \mathrm{absmax}$, in fp32, rounded once to `dtype`.
+
+    Args:
+        tensor: What `quantize` returned.
+        dtype: Floating dtype of the result; `None`: that of `out`, else the one the tensor presents.
+        out: Contiguous tensor of the same shape, on the same device, that is written; `None` allocates.
+
+    Returns:
+        A plain tensor; `out` if given.
+
+    Raises:
+        ArgumentTypeError: `tensor` is not quantized, or `dtype` and `out` do not fit together.
+        ArgumentError: `out` has another shape, device, or is not contiguous.
+
+    Example:
+        >>> weight = torch.linspace(-1, 1, 128)
+        >>> bool((dequantize(quantize(weight, "int8")) - weight).abs().max() < 1 / 254 + 1e-6)
+        True
+    """
+    if not isinstance(tensor, QuantizedTensor):
+        raise ArgumentTypeError(message("dequantize", "tensor", "a QuantizedTensor", type(tensor).__name__))
+    return tensor.dequantize(dtype, out=out)

@@ -1,0 +1,204 @@
+"""`quantize_model`: pack the frozen block weights of a module where they are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+from torch.nn.parameter import is_lazy
+from ts_core import registry
+from ts_core.blocks import find_blocks
+from ts_core.errors import ArgumentError, DoesNotFitError, message
+from ts_core.memory import host_budget, parse_bytes
+from ts_core.options import integer, not_yet
+
+from ._ops import FLOATS
+from .functional import find_codec, quantize
+from .tensor import QuantizedTensor
+
+__all__ = ["quantize_model"]
+
+_PINNED_FRACTION = 0.4
+
+
+@dataclass
+class _Weight:
+    """A parameter to pack, and every place that holds it."""
+
+    name: str
+    places: list[tuple[nn.Module, str]] = field(default_factory=list)
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        module, name = self.places[0]
+        parameter = module._parameters[name]
+        assert parameter is not None
+        return parameter
+
+
+def quantize_model(
+    model: nn.Module,
+    quantize: str = "nf4",
+    *,
+    blocks: Iterable[nn.Module] | None = None,
+    block_size: int = 64,
+    pin_budget: int | str | None = None,
+    keep_precise: int = 0,
+    error_rank: int = 0,
+    error_iters: int = 1,
+    double_quant: bool = False,
+) -> dict[str, int]:
+    """Pack the frozen weights of a model's blocks, one by one.
+
+    Packed are floating parameters of two or more dimensions inside the blocks that do not require grad.
+    Left alone: embeddings, the output head and everything else outside the blocks, weights that are tied to
+    something outside, trained weights, adapters (`lora_*`), one-dimensional parameters, and what is packed
+    already. A parameter shared by several modules is packed once and stays shared. Every weight is checked
+    before the first one is replaced. Peak memory above the model's own is one packed tensor.
+
+    Args:
+        model: Any module; changed in place. Its weights may be on the CPU, a GPU, or both.
+        quantize: "nf4" or "int8".
+        blocks: The modules to look in; `None` finds the repeated layer stack.
+        block_size: Values per scale, even, >= 2.
+        pin_budget: Bytes (or "20GiB") of packed weights on the CPU to page-lock, where CUDA is usable; `None`
+            is 40 % of the machine's RAM. What is beyond it, or cannot be locked, is pageable.
+        keep_precise: Not available in this release except 0.
+        error_rank: Not available in this release except 0.
+        error_iters: Iterations of the error fit; without effect while `error_rank` is 0.
+        double_quant: Not available in this release.
+
+    Returns:
+        `{"tensors": how many were packed, "kept_precise": 0, "bytes_before", "bytes_after"}`; the bytes are
+        those of the packed tensors alone.
+
+    Raises:
+        OptionError: An option outside its accepted values, or not available yet.
+        ArgumentError: A weight holds a NaN or an infinity; the message names it. The model is unchanged.
+        DoesNotFitError: Memory ran out on the way; the message says what is packed by then. Calling again
+            carries on from there.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))).requires_grad_(False)
+        >>> quantize_model(model, "int8")["tensors"]
+        2
+    """
+    block_size = integer("block_size", block_size, minimum=2, multiple_of=2)
+    codec = find_codec("quantize", quantize).name
+    integer("keep_precise", keep_precise, minimum=0)
+    integer("error_rank", error_rank, minimum=0)
+    integer("error_iters", error_iters, minimum=1)
+    not_yet("keep_precise", keep_precise, (0,))
+    not_yet("error_rank", error_rank, (0,))
+    not_yet("double_quant", double_quant, (False,))
+    pins = _Pins(None if pin_budget is None else parse_bytes(pin_budget, name="pin_budget"))
+    weights = _find(model, find_blocks(model, blocks))
+    for weight in weights:
+        _check_finite(weight)
+    totals = {"tensors": 0, "kept_precise": 0, "bytes_before": 0, "bytes_after": 0}
+    for weight in weights:
+        before = weight.parameter.numel() * weight.parameter.element_size()
+        try:
+            packed = _pack(weight, codec, block_size, pins)
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise DoesNotFitError(
+                f"[quantize_model] memory ran out at {weight.name}; {totals['tensors']} of {len(weights)} "
+                "weights are packed. Free memory and call quantize_model again: it carries on from there"
+            ) from error
+        for module, name in weight.places:
+            module._parameters[name] = packed
+        totals["tensors"] += 1
+        totals["bytes_before"] += before
+        totals["bytes_after"] += packed.packed_bytes  # type: ignore[attr-defined]
+    return totals
+
+
+def _places(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[nn.Module, str, str]]:
+    """Yield (module, name, full name) of every place that holds a parameter; shared modules once."""
+    for prefix, child in module.named_modules(memo=seen, prefix=path):  # type: ignore[arg-type]
+        for name, parameter in child._parameters.items():
+            if parameter is not None and not is_lazy(parameter):
+                yield child, name, f"{prefix}.{name}" if prefix else name
+
+
+def _storage(parameter: torch.Tensor) -> object:
+    """Identify the memory of a parameter; a packed or empty one is its own."""
+    if isinstance(parameter, QuantizedTensor) or parameter.is_meta or parameter.numel() == 0:
+        return id(parameter)
+    return parameter.device, parameter.untyped_storage().data_ptr()
+
+
+def _eligible(module: nn.Module, parameter: torch.Tensor, full: str) -> bool:
+    return (
+        not parameter.requires_grad
+        and parameter.dim() >= 2
+        and parameter.numel() > 0
+        and parameter.dtype in FLOATS
+        and not isinstance(parameter, QuantizedTensor)
+        and not isinstance(module, (nn.Embedding, nn.EmbeddingBag))
+        and not any(part.startswith("lora_") for part in full.split("."))
+    )
+
+
+def _find(model: nn.Module, blocks: list[nn.Module]) -> list[_Weight]:
+    """List what to pack, in the order of the model."""
+    inside = {id(module) for block in blocks for module in block.modules()}
+    weights: dict[int, _Weight] = {}
+    owners: dict[object, set[int]] = {}
+    refused: set[int] = set()
+    for module, name, full in _places(model, "", set()):
+        parameter = module._parameters[name]
+        assert parameter is not None
+        # Two parameters over one memory are tied as well; packing one would untie them.
+        owners.setdefault(_storage(parameter), set()).add(id(parameter))
+        if id(module) not in inside or not _eligible(module, parameter, full):
+            refused.add(id(parameter))
+        weights.setdefault(id(parameter), _Weight(full)).places.append((module, name))
+    tied = {one for together in owners.values() if len(together) > 1 for one in together}
+    return [weight for key, weight in weights.items() if key not in refused and key not in tied]
+
+
+def _check_finite(weight: _Weight) -> None:
+    parameter = weight.parameter.detach()
+    if parameter.is_meta:
+        return
+    low, high = torch.aminmax(parameter)  # a NaN comes out as both
+    if not bool(torch.isfinite(low) & torch.isfinite(high)):
+        raise ArgumentError(
+            message(
+                "quantize_model",
+                weight.name,
+                "finite values",
+                "a NaN or an infinity",
+                "Nothing was changed. Look at how the checkpoint was written",
+            )
+        )
+
+
+class _Pins:
+    """Page-locks packed tensors until a budget is used up."""
+
+    def __init__(self, budget: int | None) -> None:
+        self.left = 0
+        if torch.cuda.is_available():
+            self.left = int(host_budget().total_bytes * _PINNED_FRACTION) if budget is None else budget
+
+    def place(self, tensor: torch.Tensor) -> torch.Tensor:
+        size = tensor.numel() * tensor.element_size()
+        if tensor.device.type != "cpu" or size > self.left or size == 0:
+            return tensor
+        try:
+            memory = registry.host_allocator().empty(size)
+        except (MemoryError, RuntimeError, OSError):
+            self.left = 0  # the system locks no more: the rest stays pageable
+            return tensor
+        self.left -= size
+        return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
+
+
+def _pack(weight: _Weight, codec: str, block_size: int, pins: _Pins) -> nn.Parameter:
+    made = quantize(weight.parameter.detach(), codec, block_size=block_size, name=weight.name)
+    made = made._each(pins.place)
+    return nn.Parameter(made, requires_grad=False)

@@ -1,0 +1,439 @@
+"""`QuantizedTensor`: packed bytes that behave as the floating tensor they stand for.
+
+Operations decode and run, with three exceptions: `F.linear` saves only the packed bytes for backward and
+decodes again there; moves, copies and views of whole rows act on the packed bytes; writes are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from torch.utils._pytree import tree_map
+from ts_core import registry
+from ts_core.dtypes import dtype_name
+from ts_core.errors import ArgumentError, ArgumentTypeError, StateError, message
+
+from ._linear import linear
+from ._ops import FLOATS
+
+__all__ = ["QuantizedTensor"]
+
+Packed = dict[str, torch.Tensor]
+Handler = Callable[..., Any]
+
+_HANDLERS: dict[Any, Handler] = {}
+_PREFIX = "packed_"
+
+
+class QuantizedTensor(torch.Tensor):
+    """A frozen tensor in the packed form of a codec.
+
+    Shape, dtype and device are those of the tensor it stands for. It can be the data of a frozen parameter:
+    `nn.Parameter(qt, requires_grad=False)`.
+
+    Attributes:
+        codec: Name of the codec.
+        block_size: Values per scale.
+
+    Example:
+        >>> from ts_quant import quantize
+        >>> qt = quantize(torch.ones(4, 64))
+        >>> qt.shape, qt.packed["codes"].shape
+        (torch.Size([4, 64]), torch.Size([128]))
+    """
+
+    codec: str
+    block_size: int
+    _names: tuple[str, ...]
+
+    @staticmethod
+    def __new__(
+        cls: type[QuantizedTensor],
+        packed: Mapping[str, torch.Tensor],
+        codec: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        block_size: int,
+    ) -> QuantizedTensor:
+        """Wrap packed tensors, unchecked; `from_packed` checks them.
+
+        Args:
+            packed: The codec's tensors by name; kept, not copied.
+            codec: Name of the codec.
+            shape: Shape that is presented.
+            dtype: Floating dtype that is presented.
+            block_size: Values per scale.
+
+        Returns:
+            The tensor.
+        """
+        first = next(iter(packed.values()))
+        self = torch.Tensor._make_wrapper_subclass(
+            cls, torch.Size(shape), dtype=dtype, device=first.device, requires_grad=False
+        )
+        self.codec = codec
+        self.block_size = block_size
+        self._names = tuple(packed)
+        for name, tensor in packed.items():
+            setattr(self, _PREFIX + name, tensor)
+        return cast(QuantizedTensor, self)
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing is left to do after `__new__`."""
+
+    @classmethod
+    def from_packed(
+        cls,
+        packed: Mapping[str, torch.Tensor],
+        codec: str,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        block_size: int,
+    ) -> QuantizedTensor:
+        """Wrap packed tensors after checking that they are what the codec makes of such a tensor.
+
+        Args:
+            packed: The codec's tensors by name; kept, not copied.
+            codec: Name of a registered codec.
+            shape: Shape that is presented.
+            dtype: Floating dtype that is presented.
+            block_size: Values per scale, even, >= 2.
+
+        Returns:
+            The tensor.
+
+        Raises:
+            OptionError: Unknown codec.
+            ArgumentError: A tensor is missing or left over, or has another size than expected.
+            ArgumentTypeError: A tensor has another dtype than expected.
+        """
+        _check(packed, codec, tuple(shape), dtype, block_size)
+        return cls(packed, codec, shape, dtype, block_size)
+
+    @property
+    def packed(self) -> Packed:
+        """The packed tensors by name; the tensors themselves, not copies."""
+        return {name: getattr(self, _PREFIX + name) for name in self._names}
+
+    @property
+    def packed_bytes(self) -> int:
+        """Bytes of the packed tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in self.packed.values())
+
+    def dequantize(  # type: ignore[override]
+        self, dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Decode; see `ts_quant.dequantize`.
+
+        Args:
+            dtype: Floating dtype of the result; `None`: that of `out`, else the one presented.
+            out: Contiguous tensor that is written; `None` allocates.
+
+        Returns:
+            A plain tensor; `out` if given.
+        """
+        if dtype is None:
+            dtype = self.dtype if out is None else out.dtype
+        with torch.no_grad():
+            return decode(self.packed, self.codec, tuple(self.shape), dtype, self.block_size, out)
+
+    def _like(self, packed: Mapping[str, torch.Tensor], **changes: Any) -> QuantizedTensor:
+        shape, dtype = changes.get("shape", self.shape), changes.get("dtype", self.dtype)
+        return QuantizedTensor(packed, self.codec, shape, dtype, self.block_size)
+
+    def _each(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> QuantizedTensor:
+        return self._like({name: function(tensor) for name, tensor in self.packed.items()}, **changes)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        """Say what it is in one line, without its values."""
+        return (
+            f"QuantizedTensor({self.codec}, shape={tuple(self.shape)}, dtype={dtype_name(self.dtype)}, "
+            f"device={self.device}, block_size={self.block_size}, packed_bytes={self.packed_bytes})"
+        )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        """Copy the packed bytes and what else was set on the tensor."""
+        if id(self) in memo:
+            return cast(QuantizedTensor, memo[id(self)])
+        copied = self._each(torch.clone)
+        memo[id(self)] = copied
+        own = {"codec", "block_size", "_names", *(_PREFIX + name for name in self._names)}
+        for key, value in self.__dict__.items():
+            if key not in own:
+                setattr(copied, key, value)
+        return copied
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        """Pickle the packed tensors; loads with `torch.load(weights_only=True)`."""
+        is_parameter = bool(getattr(self, "_is_param", False))
+        state = (self.packed, self.codec, tuple(self.shape), self.dtype, self.block_size, is_parameter)
+        return _rebuild, state
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        """Name the inner tensors, for torch.compile and for `nn.Module.to`."""
+        return [_PREFIX + name for name in self._names], (self.codec, self.dtype, self.block_size)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
+        """Put the inner tensors together again."""
+        codec, dtype, block_size = context
+        packed = {name.removeprefix(_PREFIX): tensor for name, tensor in inner.items()}
+        return QuantizedTensor(packed, codec, outer_size, dtype, block_size)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Take `F.linear` aside; refuse what would make the tensor trainable or swap its data."""
+        kwargs = kwargs or {}
+        if func is torch.nn.functional.linear:
+            x, weight, bias = _linear_arguments(*args, **kwargs)
+            if isinstance(weight, cls) and not isinstance(x, cls) and not isinstance(bias, cls):
+                layout = (weight.codec, weight.shape, weight.dtype, weight.block_size)
+                return linear(x, bias, weight.packed, *layout)
+        elif func in _GUARDED:
+            _GUARDED[func](*args[1:], **kwargs)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation on the packed bytes if it is one of moving, else on decoded tensors."""
+        kwargs = kwargs or {}
+        handler = _HANDLERS.get(func)
+        if handler is not None:
+            return handler(func, *args, **kwargs)
+        _refuse_writes(func, args, kwargs)
+        return func(*tree_map(_decoded, tuple(args)), **tree_map(_decoded, kwargs))
+
+
+def _check_requires_grad(requires_grad: bool = True) -> None:
+    if requires_grad:
+        raise StateError(
+            "[QuantizedTensor] requires_grad: expected False, given True: a packed weight is frozen. Use "
+            "nn.Parameter(qt, requires_grad=False) and train an adapter beside it, or train dequantize(qt); "
+            "before load_state_dict(assign=True), freeze the module"
+        )
+
+
+def _check_data(data: Any) -> None:
+    raise StateError(
+        "[QuantizedTensor] data cannot be replaced: assign a new Parameter to the module instead"
+    )
+
+
+# What would change the tensor behind the back of its packed bytes.
+_GUARDED: dict[Any, Callable[..., None]] = {
+    torch.Tensor.requires_grad_: _check_requires_grad,
+    cast(Any, torch.Tensor.requires_grad).__set__: _check_requires_grad,
+    cast(Any, torch.Tensor.data).__set__: _check_data,
+}
+
+
+def _linear_arguments(input: Any, weight: Any, bias: Any = None) -> tuple[Any, Any, Any]:
+    return input, weight, bias
+
+
+def _decoded(value: Any) -> Any:
+    return value.dequantize() if isinstance(value, QuantizedTensor) else value
+
+
+def decode(
+    packed: Packed,
+    codec: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    block_size: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decode packed tensors to any floating dtype; those without a kernel go through fp32."""
+    found = registry.codec(codec)
+    if dtype in FLOATS:
+        return found.decode(packed, shape, dtype, block_size, out)
+    if not dtype.is_floating_point:
+        raise ArgumentTypeError(message("dequantize", "dtype", "a floating dtype", dtype_name(dtype)))
+    exact = found.decode(packed, shape, torch.float32, block_size)
+    return exact.to(dtype) if out is None else out.copy_(exact)
+
+
+def _check(
+    packed: Mapping[str, torch.Tensor], codec: str, shape: tuple[int, ...], dtype: torch.dtype, block_size: int
+) -> None:
+    function = "QuantizedTensor.from_packed"
+    numel = 1
+    for size in shape:
+        if type(size) is not int or size < 0:
+            raise ArgumentError(message(function, "shape", "integers >= 0", shape))
+        numel *= size
+    if type(block_size) is not int or block_size < 2 or block_size % 2:
+        raise ArgumentError(message(function, "block_size", "an even integer >= 2", block_size))
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ArgumentTypeError(message(function, "dtype", "a floating dtype", str(dtype)))
+    layout: Mapping[str, tuple[torch.dtype, int]] | None = None
+    found = registry.codec(codec)
+    if hasattr(found, "layout"):
+        layout = found.layout(numel, block_size)
+    if layout is None:
+        return
+    if set(packed) != set(layout):
+        raise ArgumentError(message(function, "packed", f"the tensors {sorted(layout)}", str(sorted(packed))))
+    device = next(iter(packed.values())).device
+    for name, (kind, count) in layout.items():
+        tensor = packed[name]
+        if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind:
+            given = dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+            raise ArgumentTypeError(message(function, f"packed[{name!r}]", dtype_name(kind), given))
+        if tuple(tensor.shape) != (count,) or not tensor.is_contiguous() or tensor.device != device:
+            raise ArgumentError(
+                message(
+                    function,
+                    f"packed[{name!r}]",
+                    f"a contiguous tensor of shape ({count},) on {device}",
+                    f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}",
+                )
+            )
+
+
+def _rebuild(
+    packed: Packed,
+    codec: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    block_size: int,
+    is_parameter: bool,
+) -> QuantizedTensor:
+    """Make a tensor from a pickle; the parts may come from anywhere, so they are checked."""
+    made = QuantizedTensor.from_packed(packed, codec, shape, dtype, block_size)
+    if is_parameter:
+        made._is_param = True
+    return made
+
+
+torch.serialization.add_safe_globals([_rebuild, QuantizedTensor])
+
+
+def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> None:
+    """Raise if `func` would write to a QuantizedTensor."""
+    if not func._schema.is_mutable:
+        return
+    for index, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        value = args[index] if index < len(args) else kwargs.get(argument.name)
+        values = value if isinstance(value, (list, tuple)) else [value]
+        if any(isinstance(item, QuantizedTensor) for item in values):
+            raise StateError(
+                f"[{func}] {argument.name}: expected a tensor that can be written, given a QuantizedTensor, "
+                "whose values are packed. Compute on dequantize() and quantize() the result"
+            )
+
+
+def _on(*ops: Any) -> Callable[[Handler], Handler]:
+    def register(handler: Handler) -> Handler:
+        for op in ops:
+            _HANDLERS[op] = handler
+        return handler
+
+    return register
+
+
+_aten = cast(Any, torch.ops.aten)
+
+
+@_on(_aten.detach.default, _aten.alias.default, _aten.lift_fresh.default)
+def _same(func: Any, self: QuantizedTensor) -> QuantizedTensor:
+    return self._like(self.packed)
+
+
+@_on(_aten.clone.default)
+def _clone(func: Any, self: QuantizedTensor, *, memory_format: Any = None) -> QuantizedTensor:
+    return self._each(torch.clone)
+
+
+@_on(_aten._to_copy.default)
+def _to_copy(
+    func: Any, self: QuantizedTensor, *, dtype: torch.dtype | None = None, **where: Any
+) -> torch.Tensor:
+    if dtype is not None and not dtype.is_floating_point:
+        return cast(torch.Tensor, func(self.dequantize(torch.float32), dtype=dtype, **where))
+    device, pin_memory = where.get("device"), where.get("pin_memory")
+    moves = (device is not None and torch.device(device) != self.device) or pin_memory
+    if not moves:  # the presented dtype alone changes: the bytes are shared
+        return self._like(self.packed, dtype=dtype or self.dtype)
+    kept = {"device": device, "pin_memory": pin_memory, "non_blocking": where.get("non_blocking", False)}
+    return self._each(lambda t: cast(torch.Tensor, func(t, **kept)), dtype=dtype or self.dtype)
+
+
+@_on(_aten._pin_memory.default)
+def _pin_memory(func: Any, self: QuantizedTensor, device: Any = None) -> QuantizedTensor:
+    return self._each(lambda t: t.pin_memory())
+
+
+@_on(_aten.is_pinned.default)
+def _is_pinned(func: Any, self: QuantizedTensor, device: Any = None) -> bool:
+    return all(t.is_pinned() for t in self.packed.values())
+
+
+@_on(_aten.record_stream.default)
+def _record_stream(func: Any, self: QuantizedTensor, stream: Any) -> None:
+    for tensor in self.packed.values():
+        tensor.record_stream(stream)
+
+
+@_on(_aten.empty_like.default)
+def _empty_like(func: Any, self: QuantizedTensor, **options: Any) -> torch.Tensor:
+    options.pop("memory_format", None)
+    dtype, device = options.pop("dtype", None) or self.dtype, options.pop("device", None) or self.device
+    return torch.empty(self.shape, dtype=dtype, device=device, **options)
+
+
+def _interchangeable(a: QuantizedTensor, b: QuantizedTensor) -> bool:
+    return (a.codec, a.shape, a.block_size) == (b.codec, b.shape, b.block_size)
+
+
+@_on(_aten.equal.default)
+def _equal(func: Any, a: torch.Tensor, b: torch.Tensor) -> bool:
+    if isinstance(a, QuantizedTensor) and isinstance(b, QuantizedTensor) and _interchangeable(a, b):
+        pairs = zip(a.packed.values(), b.packed.values(), strict=True)
+        if a.dtype == b.dtype and all(torch.equal(x, y) for x, y in pairs):
+            return True
+    return bool(torch.equal(_decoded(a), _decoded(b)))
+
+
+@_on(_aten.copy_.default)
+def _copy_(func: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+    if not isinstance(self, QuantizedTensor):
+        return cast(torch.Tensor, func(self, _decoded(src), non_blocking))
+    if not isinstance(src, QuantizedTensor):
+        raise ArgumentTypeError(
+            message(
+                "QuantizedTensor.copy_",
+                "src",
+                "a QuantizedTensor (packed bytes are copied, never encoded again)",
+                f"a {dtype_name(src.dtype)} tensor",
+                f"Replace the parameter: module.weight = nn.Parameter(ts_quant.quantize(src, {self.codec!r}, "
+                f"block_size={self.block_size}), requires_grad=False), or load with assign=True",
+            )
+        )
+    if not _interchangeable(self, src):
+        raise ArgumentError(message("QuantizedTensor.copy_", "src", f"one like {self!r}", repr(src)))
+    for name, tensor in self.packed.items():
+        tensor.copy_(src.packed[name], non_blocking)
+    return self
+
+
+@_on(_aten.select.int)
+def _select(func: Any, self: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
+    found: Any = registry.codec(self.codec)
+    rows = self.shape[0]
+    if dim % self.dim() == 0 and -rows <= index < rows and hasattr(found, "narrow"):
+        row = found.narrow(self.packed, tuple(self.shape), index % rows, 1, self.block_size)
+        if row is not None:
+            return self._like(row, shape=self.shape[1:])
+    return cast(torch.Tensor, func(self.dequantize(), dim, index))

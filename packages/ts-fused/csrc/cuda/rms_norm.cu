@@ -11,20 +11,22 @@ constexpr int kBlock = 256;
 constexpr int64_t kWarpRow = 1024;
 constexpr int64_t kSharedFloats = 12288;  // 48 KiB, what every card gives without asking
 
-template <typename X, typename W>
-struct Promote {
-  using type = float;
-};
-template <typename X>
-struct Promote<X, X> {
-  using type = X;
-};
+// The weight's type is a branch and not a template parameter: it is read from cache, and the
+// number of kernels in the module falls to a quarter.
+template <int kVec>
+__device__ inline void load_weight(const void* weight, DType type, int64_t i, float (&out)[kVec]) {
+  if (type == DType::kF32)
+    load<kVec>(static_cast<const float*>(weight) + i, out);
+  else if (type == DType::kBF16)
+    load<kVec>(static_cast<const bf16*>(weight) + i, out);
+  else
+    load<kVec>(static_cast<const fp16*>(weight) + i, out);
+}
 
-template <typename X, typename W, typename Y, bool kGemma, int kVec, int kThreads>
-__global__ void __launch_bounds__(kBlock) rms_norm_forward_kernel(NormForward a) {
+template <typename X, typename Y, int kVec, int kThreads>
+__global__ void __launch_bounds__(kBlock) rms_norm_forward_kernel(NormForward a, DType weight) {
   __shared__ float scratch[kBlock / 32];
   const int64_t h = a.hidden;
-  const W* weight = static_cast<const W*>(a.weight);
   for (int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; r < a.rows;
        r += int64_t{gridDim.x} * blockDim.y) {
     const X* x = static_cast<const X*>(a.x) + r * h;
@@ -42,10 +44,10 @@ __global__ void __launch_bounds__(kBlock) rms_norm_forward_kernel(NormForward a)
     for (int64_t i = int64_t{threadIdx.x} * kVec; i < h; i += kThreads * kVec) {
       float v[kVec], w[kVec];
       load<kVec>(x + i, v);
-      load<kVec>(weight + i, w);
+      load_weight<kVec>(a.weight, weight, i, w);
 #pragma unroll
       for (int j = 0; j < kVec; ++j)
-        v[j] = kGemma ? v[j] * rstd * (a.offset + w[j]) : rounded<X>(v[j] * rstd) * w[j];
+        v[j] = a.gemma ? v[j] * rstd * (a.offset + w[j]) : rounded<X>(v[j] * rstd) * w[j];
       store<kVec>(y + i, v);
     }
   }
@@ -54,13 +56,13 @@ __global__ void __launch_bounds__(kBlock) rms_norm_forward_kernel(NormForward a)
 // One block takes rows_per_chunk rows and leaves their share of the weight gradient in
 // partial[block]. Thread row ty takes rows ty, ty + blockDim.y, ... of the chunk and adds up its
 // own columns, in shared memory if they fit.
-template <typename X, typename W, typename Y, bool kGemma, int kVec, int kThreads>
-__global__ void __launch_bounds__(kBlock) rms_norm_backward_kernel(NormBackward a, bool shared) {
+template <typename X, typename Y, int kVec, int kThreads>
+__global__ void __launch_bounds__(kBlock)
+    rms_norm_backward_kernel(NormBackward a, DType weight, bool shared) {
   extern __shared__ float4 columns4[];
   __shared__ float scratch[kBlock / 32];
   const int64_t h = a.hidden;
-  const W* weight = static_cast<const W*>(a.weight);
-  const float offset = kGemma ? a.offset : 0.0f;
+  const float offset = a.gemma ? a.offset : 0.0f;
   float* partial = a.partial ? a.partial + blockIdx.x * h : nullptr;
   float* own = shared ? reinterpret_cast<float*>(columns4) + threadIdx.y * h : partial;
   if (partial)
@@ -78,7 +80,7 @@ __global__ void __launch_bounds__(kBlock) rms_norm_backward_kernel(NormBackward 
         float g[kVec], v[kVec], w[kVec];
         load<kVec>(grad + i, g);
         load<kVec>(x + i, v);
-        load<kVec>(weight + i, w);
+        load_weight<kVec>(a.weight, weight, i, w);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) c += g[j] * (offset + w[j]) * (v[j] * rstd);
       }
@@ -88,7 +90,7 @@ __global__ void __launch_bounds__(kBlock) rms_norm_backward_kernel(NormBackward 
       float g[kVec], v[kVec], w[kVec], out[kVec];
       load<kVec>(grad + i, g);
       load<kVec>(x + i, v);
-      load<kVec>(weight + i, w);
+      load_weight<kVec>(a.weight, weight, i, w);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         v[j] *= rstd;
@@ -99,7 +101,7 @@ __global__ void __launch_bounds__(kBlock) rms_norm_backward_kernel(NormBackward 
         float sum[kVec];
         load<kVec>(own + i, sum);
 #pragma unroll
-        for (int j = 0; j < kVec; ++j) sum[j] += g[j] * (kGemma ? v[j] : rounded<X>(v[j]));
+        for (int j = 0; j < kVec; ++j) sum[j] += g[j] * (a.gemma ? v[j] : rounded<X>(v[j]));
         store<kVec>(own + i, sum);
       }
     }
@@ -109,7 +111,7 @@ __global__ void __launch_bounds__(kBlock) rms_norm_backward_kernel(NormBackward 
   const float* all = reinterpret_cast<const float*>(columns4);
   for (int64_t i = threadIdx.y * int64_t{blockDim.x} + threadIdx.x; i < h; i += kBlock) {
     float sum = all[i];
-    for (int t = 1; t < blockDim.y; ++t) sum += all[t * h + i];
+    for (unsigned t = 1; t < blockDim.y; ++t) sum += all[t * h + i];
     partial[i] = sum;
   }
 }
@@ -131,44 +133,48 @@ __global__ void weight_gradient_kernel(const float* partial, W* grad_weight, int
   if (threadIdx.y == 0 && i < h) narrow(sums[0][threadIdx.x], grad_weight + i);
 }
 
-template <typename X, typename W, typename Y, bool kGemma, int kVec, int kThreads>
-void forward(const NormForward& a, cudaStream_t stream) {
+template <typename X, typename Y, int kVec, int kThreads>
+void forward(const NormForward& a, DType weight, cudaStream_t stream) {
   constexpr int64_t kRows = kBlock / kThreads;
   const int64_t blocks = (a.rows + kRows - 1) / kRows;
   const dim3 threads(kThreads, kRows);
   const unsigned grid = static_cast<unsigned>(blocks < 0x7FFFFFFF ? blocks : 0x7FFFFFFF);
-  rms_norm_forward_kernel<X, W, Y, kGemma, kVec, kThreads><<<grid, threads, 0, stream>>>(a);
+  rms_norm_forward_kernel<X, Y, kVec, kThreads><<<grid, threads, 0, stream>>>(a, weight);
   cuda_check_launch("rms_norm_forward");
 }
 
-template <typename X, typename W, typename Y, bool kGemma, int kVec, int kThreads>
-void backward(const NormBackward& a, cudaStream_t stream) {
+template <typename X, typename Y, int kVec, int kThreads>
+void backward(const NormBackward& a, DType weight, cudaStream_t stream) {
   constexpr int kRows = kBlock / kThreads;
   const int64_t chunks = (a.rows + a.rows_per_chunk - 1) / a.rows_per_chunk;
   // A warp's row always fits: 8 warps x 1024 floats.
   const bool shared = a.partial && a.hidden * kRows <= kSharedFloats - kBlock / 32;
   const size_t bytes = shared ? a.hidden * kRows * sizeof(float) : 0;
   if (chunks > 0) {
-    rms_norm_backward_kernel<X, W, Y, kGemma, kVec, kThreads>
-        <<<static_cast<unsigned>(chunks), dim3(kThreads, kRows), bytes, stream>>>(a, shared);
+    rms_norm_backward_kernel<X, Y, kVec, kThreads>
+        <<<static_cast<unsigned>(chunks), dim3(kThreads, kRows), bytes, stream>>>(a, weight,
+                                                                                  shared);
     cuda_check_launch("rms_norm_backward");
   }
   if (!a.partial) return;
   const unsigned columns = static_cast<unsigned>((a.hidden + 31) / 32);
-  weight_gradient_kernel<<<columns, dim3(32, 8), 0, stream>>>(
-      a.partial, static_cast<W*>(a.grad_weight), chunks, a.hidden);
+  with_type(weight, [&](auto w) {
+    using W = typename decltype(w)::type;
+    weight_gradient_kernel<<<columns, dim3(32, 8), 0, stream>>>(
+        a.partial, static_cast<W*>(a.grad_weight), chunks, a.hidden);
+  });
   cuda_check_launch("rms_norm_backward");
 }
 
-// Calls f(x, weight, y, gemma, vec, threads), each a type or a constant.
+// Calls f(x, y, vec, threads), each a type or a constant.
 template <typename F>
-void dispatch(NormTypes types, bool gemma, bool vectors, int64_t hidden, F&& f) {
-  const auto sized = [&](auto x, auto w, auto y, auto form) {
+void dispatch(NormTypes types, bool vectors, int64_t hidden, F&& f) {
+  const auto sized = [&](auto x, auto y) {
     const auto wide = [&](auto vec) {
       if (hidden <= kWarpRow)
-        f(x, w, y, form, vec, std::integral_constant<int, 32>{});
+        f(x, y, vec, std::integral_constant<int, 32>{});
       else
-        f(x, w, y, form, vec, std::integral_constant<int, kBlock>{});
+        f(x, y, vec, std::integral_constant<int, kBlock>{});
     };
     if (vectors)
       wide(std::integral_constant<int, 8>{});
@@ -176,13 +182,10 @@ void dispatch(NormTypes types, bool gemma, bool vectors, int64_t hidden, F&& f) 
       wide(std::integral_constant<int, 1>{});
   };
   with_type(types.x, [&](auto x) {
-    with_type(types.weight, [&](auto w) {
-      using Y = typename Promote<typename decltype(x)::type, typename decltype(w)::type>::type;
-      if (gemma)
-        sized(x, w, x, std::true_type{});
-      else
-        sized(x, w, Tag<Y>{}, std::false_type{});
-    });
+    if (types.out == types.x)
+      sized(x, x);
+    else
+      sized(x, Tag<float>{});
   });
 }
 
@@ -190,25 +193,19 @@ void dispatch(NormTypes types, bool gemma, bool vectors, int64_t hidden, F&& f) 
 
 void launch_rms_norm_forward(const NormForward& a, NormTypes types, void* stream) {
   const bool vectors = a.hidden % 8 == 0 && aligned16(a.x) && aligned16(a.weight) && aligned16(a.y);
-  dispatch(
-      types, a.gemma, vectors, a.hidden,
-      [&](auto x, auto w, auto y, auto gemma, auto vec, auto threads) {
-        forward<typename decltype(x)::type, typename decltype(w)::type, typename decltype(y)::type,
-                decltype(gemma)::value, decltype(vec)::value, decltype(threads)::value>(
-            a, static_cast<cudaStream_t>(stream));
-      });
+  dispatch(types, vectors, a.hidden, [&](auto x, auto y, auto vec, auto threads) {
+    forward<typename decltype(x)::type, typename decltype(y)::type, decltype(vec)::value,
+            decltype(threads)::value>(a, types.weight, static_cast<cudaStream_t>(stream));
+  });
 }
 
 void launch_rms_norm_backward(const NormBackward& a, NormTypes types, void* stream) {
   const bool vectors = a.hidden % 8 == 0 && aligned16(a.x) && aligned16(a.weight) &&
                        aligned16(a.grad_y) && aligned16(a.grad_x) && aligned16(a.partial);
-  dispatch(
-      types, a.gemma, vectors, a.hidden,
-      [&](auto x, auto w, auto y, auto gemma, auto vec, auto threads) {
-        backward<typename decltype(x)::type, typename decltype(w)::type, typename decltype(y)::type,
-                 decltype(gemma)::value, decltype(vec)::value, decltype(threads)::value>(
-            a, static_cast<cudaStream_t>(stream));
-      });
+  dispatch(types, vectors, a.hidden, [&](auto x, auto y, auto vec, auto threads) {
+    backward<typename decltype(x)::type, typename decltype(y)::type, decltype(vec)::value,
+             decltype(threads)::value>(a, types.weight, static_cast<cudaStream_t>(stream));
+  });
 }
 
 }  // namespace ts::fused

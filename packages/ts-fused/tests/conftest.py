@@ -1,0 +1,37 @@
+import platform
+
+import pytest
+import torch
+
+from ts_fused import _C
+
+ISAS = ("portable", "avx2", "avx512")
+
+
+def usable_isas():
+    best = _C.isa()
+    return ISAS[: ISAS.index(best) + 1]
+
+
+@pytest.fixture
+def variants():
+    """Runs a function under every instruction set and several thread counts, and restores both."""
+    best, threads = _C.isa(), torch.get_num_threads()
+
+    def run(function):
+        results = []
+        for isa in usable_isas():
+            _C.set_isa(isa)
+            for count in (1, 2, 5):
+                torch.set_num_threads(count)
+                results.append(function())
+        return results
+
+    yield run
+    _C.set_isa(best)
+    torch.set_num_threads(threads)
+
+
+x86 = pytest.mark.skipif(
+    platform.machine().lower() not in ("x86_64", "amd64"), reason="PyTorch's summation order is known on x86"
+)

@@ -1,0 +1,109 @@
+"""Folders that a crash cannot damage: written beside their place, made durable, then renamed into place.
+
+A folder named `checkpoint-<step>` is always complete. Whatever can be interrupted happens in a folder whose
+name starts with `.saving-<process>`; `sweep` removes those of dead processes at the next start.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+__all__ = ["discard_folder", "replace_folder", "sweep", "write_folder"]
+
+_OLD = re.compile(r"^checkpoint-\d+\.old$")
+_STAGING = re.compile(r"^\.saving-(\d+)-")
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _sync_tree(folder: Path) -> None:
+    for root, _, names in os.walk(folder, topdown=False):
+        for name in names:
+            _sync(Path(root) / name)
+        _sync(Path(root))
+
+
+def discard_folder(folder: Path) -> None:
+    """Remove a folder so that its name is gone before any of its files: half removed, it must not pass for whole."""
+    if folder.exists():
+        doomed = folder.with_name(f".saving-{os.getpid()}-removing-{folder.name}")
+        shutil.rmtree(doomed, ignore_errors=True)
+        folder.rename(doomed)
+        shutil.rmtree(doomed, ignore_errors=True)
+
+
+def replace_folder(staged: Path, final: Path) -> None:
+    """Give a finished folder its name, replacing one that is there already; at no time is neither complete.
+
+    Args:
+        staged: The finished folder, on the same file system.
+        final: Its name. A folder of that name is kept as `<name>.old` until the new one is in place.
+    """
+    _sync_tree(staged)
+    old = final.with_name(final.name + ".old")
+    if final.exists():
+        discard_folder(old)
+        final.rename(old)
+    staged.rename(final)
+    _sync(final.parent)
+    discard_folder(old)
+
+
+def write_folder(final: Path, write: Callable[[Path], None]) -> None:
+    """Write a folder atomically: `write(temporary folder)`, fsync, rename.
+
+    Args:
+        final: The folder to make; its parent is created if needed.
+        write: Fills the folder it is given. If it raises, nothing of the attempt remains.
+    """
+    final.parent.mkdir(parents=True, exist_ok=True)
+    staging = final.parent / f".saving-{os.getpid()}-{final.name}"
+    shutil.rmtree(staging, ignore_errors=True)
+    staging.mkdir(mode=0o700)
+    try:
+        write(staging)
+        # Private while half-written; from here on as readable as any folder the user makes.
+        mask = os.umask(0)
+        os.umask(mask)
+        staging.chmod(0o777 & ~mask)
+        replace_folder(staging, final)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what interrupted saves of dead processes left in `folder`, and finish an interrupted replacement."""
+    if not folder.is_dir():
+        return
+    for entry in list(folder.iterdir()):
+        staging = _STAGING.match(entry.name)
+        if staging and entry.is_dir() and not entry.is_symlink() and not _alive(int(staging[1])):
+            shutil.rmtree(entry, ignore_errors=True)
+        elif _OLD.match(entry.name):
+            final = entry.with_suffix("")
+            if final.exists():
+                discard_folder(entry)
+            else:
+                entry.rename(final)
+
+
+def _alive(pid: int) -> bool:
+    if pid == os.getpid():
+        return False
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True

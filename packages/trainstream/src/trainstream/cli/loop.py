@@ -1,0 +1,250 @@
+"""The training loop of `trainstream finetune`. It is also an example: nothing here is hidden in a class.
+
+model, optimizer = trainstream.wrap(model, AdamW(...))
+loss = causal_lm_loss_for(model, ...)      # from hidden states, a chunk of tokens at a time
+loss.backward(); optimizer.step()
+"""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+import trainstream
+import ts_hf
+from trainstream.cli.console import Console, tiers_text
+from trainstream.cli.data import Row, batch_indices, collate
+from trainstream.cli.interrupt import Interrupt
+from trainstream.cli.settings import Settings
+
+__all__ = ["Progress", "evaluate", "make_optimizer", "random_state", "restore_random_state", "train"]
+
+
+@dataclass
+class Progress:
+    """How far a run is.
+
+    Attributes:
+        step: Optimizer steps done.
+        tokens: Tokens trained on in this process.
+        seconds: Time spent training in this process.
+        losses: (step, mean loss since the previous entry).
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    losses: list[tuple[int, float]] = field(default_factory=list)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Training speed of this process."""
+        return self.tokens / self.seconds if self.seconds else 0.0
+
+
+def make_optimizer(model: Any, settings: Settings, total_steps: int) -> tuple[Any, Any, Any]:
+    """Wrap the model: from here on TrainStream keeps the optimizer state and knows where every byte is.
+
+    Returns:
+        The wrapped model, the optimizer to use, and a learning-rate scheduler.
+    """
+    from transformers import get_scheduler
+
+    rate = settings.learning_rate or (5e-4 if settings.method == "lora" else 2e-5)
+    optimizer = torch.optim.AdamW(
+        [parameter for parameter in model.parameters() if parameter.requires_grad],
+        lr=rate,
+        betas=(settings.adam_beta1, settings.adam_beta2),
+        eps=settings.adam_epsilon,
+        weight_decay=settings.weight_decay,
+    )
+    model, optimizer = trainstream.wrap(
+        model, optimizer, max_grad_norm=settings.max_grad_norm or None, **settings.wrap
+    )
+    scheduler = get_scheduler(
+        settings.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=round(settings.warmup_ratio * total_steps),
+        num_training_steps=total_steps,
+    )
+    return model, optimizer, scheduler
+
+
+def train(
+    model: Any,
+    optimizer: Any,
+    scheduler: Any,
+    rows: Sequence[Row],
+    settings: Settings,
+    *,
+    total_steps: int,
+    pad_id: int,
+    progress: Progress,
+    console: Console,
+    interrupt: Interrupt,
+    save: Callable[[], object],
+) -> None:
+    """Train from `progress.step` to `total_steps`, or until an interrupt is requested.
+
+    An interrupt ends the loop between two micro-batches; a step that is then unfinished is abandoned, and
+    model, optimizer and random numbers are those of the last finished step.
+
+    Args:
+        model: The wrapped model.
+        optimizer: What `wrap` returned.
+        scheduler: Stepped once per optimizer step.
+        rows: Training rows.
+        settings: Batch sizes and intervals are used.
+        total_steps: Where to stop.
+        pad_id: Token at padding.
+        progress: Updated.
+        console: Told about losses.
+        interrupt: Asked before every micro-batch.
+        save: Called every `save_steps` steps.
+    """
+    device = next(model.parameters()).device
+    accumulation = settings.gradient_accumulation_steps
+    save_steps = settings.save_steps
+    if save_steps is None:
+        save_steps = 20 if settings.method == "lora" else 200
+    model.train()
+    since_log: list[torch.Tensor] = []
+    while progress.step < total_steps:
+        start = time.perf_counter()
+        before_step = random_state()
+        batches = [
+            collate([rows[i] for i in indices], pad_id, device)
+            for indices in (
+                batch_indices(
+                    progress.step * accumulation + k,
+                    settings.per_device_train_batch_size,
+                    len(rows),
+                    settings.seed,
+                )
+                for k in range(accumulation)
+            )
+        ]
+        # One divisor for the whole step, so that accumulation gives the gradient of one large batch.
+        items = sum(ts_hf.count_items(batch["labels"]) for batch in batches)
+        step_loss = torch.zeros((), device=device)
+        for batch in batches:
+            if interrupt.requested:
+                optimizer.zero_grad(set_to_none=True)
+                restore_random_state(before_step)
+                return
+            loss = chunked_loss(model, batch, items, settings.loss_chunk_size)
+            loss.backward()
+            step_loss += loss.detach()
+        optimizer.step()
+        scheduler.step()
+        optimizer.zero_grad(set_to_none=True)
+        progress.step += 1
+        progress.tokens += sum(batch["input_ids"].numel() for batch in batches)
+        progress.seconds += time.perf_counter() - start
+        since_log.append(step_loss)
+        _report(model, scheduler, settings, total_steps, progress, console, since_log)
+        if save_steps and progress.step % save_steps == 0 and progress.step < total_steps:
+            save()
+
+
+def chunked_loss(model: Any, batch: dict[str, torch.Tensor], items: int, chunk_size: int) -> torch.Tensor:
+    """Return the summed cross-entropy of a micro-batch over `items`, without its logits ever existing whole.
+
+    Args:
+        model: The model.
+        batch: `input_ids`, `labels` and perhaps `attention_mask`, as `collate` makes them.
+        items: The divisor: labels counted over the whole step.
+        chunk_size: Tokens whose logits exist at a time.
+    """
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    hidden = ts_hf.backbone(model)(**inputs, use_cache=False).last_hidden_state
+    return ts_hf.causal_lm_loss_for(model, hidden, batch["labels"], items, chunk_size)
+
+
+def _report(
+    model: Any,
+    scheduler: Any,
+    settings: Settings,
+    total_steps: int,
+    progress: Progress,
+    console: Console,
+    since_log: list[torch.Tensor],
+) -> None:
+    due = progress.step % settings.logging_steps == 0 or progress.step == total_steps
+    if due:
+        loss = float(torch.stack(since_log).mean())
+        since_log.clear()
+        progress.losses.append((progress.step, loss))
+        tiers = trainstream.memory_report(model)["tiers"]
+        console.event(
+            "step",
+            step=progress.step,
+            total_steps=total_steps,
+            loss=loss,
+            learning_rate=float(scheduler.get_last_lr()[0]),
+            tokens_per_s=progress.tokens_per_s,
+            tiers=tiers,
+        )
+        if not console.has_bar:
+            console.note(
+                f"step {progress.step}/{total_steps}  loss {loss:.4f}  {progress.tokens_per_s:.0f} tokens/s  "
+                f"memory: {tiers_text(tiers)}"
+            )
+        console.show(loss=f"{loss:.4f}", memory=tiers_text(tiers))
+    console.advance(tokens_per_s=f"{progress.tokens_per_s:.0f}")
+
+
+def evaluate(
+    model: Any, rows: Sequence[Row], settings: Settings, pad_id: int, interrupt: Interrupt | None = None
+) -> float | None:
+    """Return the mean loss per predicted token over rows, or None if there are none or an interrupt came.
+
+    Args:
+        model: Wrapped or not.
+        rows: Held-out rows; all are used.
+        settings: Batch size and chunk size are used.
+        pad_id: Token at padding.
+        interrupt: Asked before every micro-batch.
+    """
+    size = settings.per_device_train_batch_size
+    device = next(model.parameters()).device
+    total, items = 0.0, 0
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            for start in range(0, len(rows), size):
+                if interrupt is not None and interrupt.requested:
+                    return None
+                batch = collate(rows[start : start + size], pad_id, device)
+                count = ts_hf.count_items(batch["labels"])
+                loss = chunked_loss(model, batch, count, settings.loss_chunk_size)
+                total += float(loss) * count
+                items += count
+    finally:
+        model.train(was_training)
+    return total / items if items else None
+
+
+# ---------------------------------------------------------------------------------------- randomness
+
+
+def random_state() -> dict[str, Any]:
+    """Return the state of every random generator that a model may use (dropout: torch's)."""
+    state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available() and torch.cuda.is_initialized():
+        state["cuda"] = torch.cuda.get_rng_state_all()
+    return state
+
+
+def restore_random_state(state: dict[str, Any]) -> None:
+    """Set the generators to what `random_state` returned."""
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.device_count() == len(state["cuda"]):
+        torch.cuda.set_rng_state_all(state["cuda"])

@@ -1,0 +1,257 @@
+"""The model of a run: loading the base, putting adapters on it, and saving what came out."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import ts_hf
+from trainstream._folders import write_folder
+from trainstream.cli.settings import Settings
+from ts_core.errors import ArgumentError, CheckpointError, DeviceError, OptionError
+from ts_quant import QuantizedTensor
+
+__all__ = [
+    "add_adapters",
+    "choose_device",
+    "choose_dtype",
+    "decoded_state_dict",
+    "load_base",
+    "save_decoded_base",
+    "save_result",
+]
+
+
+@dataclass
+class Base:
+    """A loaded base model.
+
+    Attributes:
+        model: The model.
+        tokenizer: Its tokenizer.
+        name: A short name for messages and folders.
+        folder: Where transformers can load the original from, or None if it came out of a GGUF file.
+    """
+
+    model: Any
+    tokenizer: Any
+    name: str
+    folder: str | None
+
+
+def choose_device(wanted: str) -> torch.device:
+    """Turn the setting into a device: `auto` is the first GPU, or else the CPU.
+
+    Raises:
+        OptionError: No such kind of device.
+        DeviceError: PyTorch sees no such GPU here.
+    """
+    if wanted == "auto":
+        return torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(wanted)
+    except RuntimeError as error:
+        raise OptionError(f"option device: expected auto, cpu, cuda or cuda:N, given {wanted!r}") from error
+    if device.type not in ("cpu", "cuda"):
+        raise OptionError(f"option device: expected auto, cpu, cuda or cuda:N, given {wanted!r}")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise DeviceError(
+            f"option device={wanted}: PyTorch sees {torch.cuda.device_count()} GPUs here; use cpu"
+        )
+    return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
+
+
+def choose_dtype(wanted: str, device: torch.device) -> tuple[torch.dtype, str]:
+    """Pick the dtype to compute in.
+
+    Args:
+        wanted: `auto`, `bfloat16` or `float32`.
+        device: Where the model computes.
+
+    Returns:
+        The dtype, and why, in a few words. On a CPU `auto` measures one matrix product in both: processors
+        without bf16 instructions are several times slower in bf16 than in fp32.
+    """
+    if wanted != "auto":
+        return getattr(torch, wanted), "as asked"
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        return (torch.bfloat16, "this GPU computes bf16") if fast else (torch.float32, "this GPU has no bf16")
+    bf16, fp32 = _matmul_seconds(torch.bfloat16), _matmul_seconds(torch.float32)
+    # bf16 must clearly win: it also rounds.
+    dtype = torch.bfloat16 if bf16 * 1.2 < fp32 else torch.float32
+    return dtype, f"measured: one product takes {bf16 * 1e3:.1f} ms in bf16, {fp32 * 1e3:.1f} ms in fp32"
+
+
+def _matmul_seconds(dtype: torch.dtype) -> float:
+    x, w = torch.ones(512, 768, dtype=dtype), torch.ones(2048, 768, dtype=dtype)
+    times = []
+    for _ in range(7):
+        start = time.perf_counter()
+        torch.nn.functional.linear(x, w)
+        times.append(time.perf_counter() - start)
+    return statistics.median(times[2:])
+
+
+def load_base(
+    settings: Settings, dtype: torch.dtype, device: torch.device, weights: Path | None = None
+) -> Base:
+    """Load the base model and its tokenizer.
+
+    Args:
+        settings: `model`, `quantize` and `trust_remote_code` are used.
+        dtype: What the weights are cast to, and what packed ones decode to.
+        device: Where they go.
+        weights: A folder with later weights of the same model (a checkpoint of a full fine-tune).
+
+    Returns:
+        The base.
+    """
+    builtin = settings.model.lower() in ("smollm2", "smollm2-135m")
+    source = str(ts_hf.smollm2_path()) if builtin else settings.model
+    codec = settings.quantize or ("nf4" if settings.method == "lora" else "none")
+    model = ts_hf.load_model(
+        str(weights or source),
+        quantize=codec,
+        dtype=dtype,
+        device=device,
+        trust_remote_code=settings.trust_remote_code,
+    )
+    tokenizer = ts_hf.load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
+    path = Path(source).expanduser()
+    is_file = path.is_file()
+    name = "smollm2-135m" if builtin else path.stem if is_file else path.name
+    folder = None if is_file else str(path.resolve()) if path.is_dir() else source
+    return Base(model, tokenizer, re.sub(r"[^\w.-]+", "-", name) or "model", folder)
+
+
+def add_adapters(model: Any, settings: Settings, base_path: str) -> Any:
+    """Freeze the base and put LoRA adapters on it.
+
+    Args:
+        model: The base model.
+        settings: Rank, scale, dropout and target modules are used.
+        base_path: What the adapter's config names as its base; plain PEFT loads the base from there.
+
+    Returns:
+        A `peft.PeftModel`. The adapters are fp32: they are small, and their updates would round away in bf16.
+
+    Raises:
+        ArgumentError: No module has such a name.
+    """
+    from peft import LoraConfig, get_peft_model
+
+    targets: Any = list(settings.target_modules)
+    if targets == ["all-linear"]:
+        targets = "all-linear"
+    # PEFT writes alpha as it is given; whole numbers look better whole.
+    alpha = int(settings.lora_alpha) if settings.lora_alpha.is_integer() else settings.lora_alpha
+    config = LoraConfig(
+        r=settings.lora_r,
+        lora_alpha=alpha,
+        lora_dropout=settings.lora_dropout,
+        target_modules=targets,
+        task_type="CAUSAL_LM",
+    )
+    model.config.name_or_path = model.name_or_path = base_path
+    try:
+        return get_peft_model(model, config)
+    except ValueError as error:
+        raise ArgumentError(f"option target_modules={','.join(settings.target_modules)}: {error}") from error
+
+
+# --------------------------------------------------------------------------------------------- saving
+
+
+def decoded_state_dict(model: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of the base as plain tensors: packed ones decoded, adapters left out.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+
+    Returns:
+        Name (without PEFT's additions) to tensor; plain tensors are the model's own, not copies.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    state: dict[str, torch.Tensor] = {}
+    for name, tensor in base.state_dict().items():
+        if ".lora_" in name:
+            continue
+        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+        state[name.replace(".base_layer.", ".")] = plain.detach()
+    return state
+
+
+def save_decoded_base(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save the base exactly as it was trained on, for `transformers.AutoModelForCausalLM.from_pretrained`.
+
+    Each packed weight is written as its decoded values in the dtype of the run, so the saved model computes what
+    the packed one did. Written atomically.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+        tokenizer: Saved beside it.
+        folder: Made, or replaced if a model is there already.
+    """
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+
+    def write(staging: Path) -> None:
+        base.save_pretrained(staging, state_dict=decoded_state_dict(model))
+        tokenizer.save_pretrained(staging)
+
+    _write_model(folder, write)
+
+
+def save_result(model: Any, tokenizer: Any, folder: Path) -> None:
+    """Save a PEFT adapter, or a whole model, with the tokenizer. Written atomically."""
+
+    def write(staging: Path) -> None:
+        save_weights(model, staging)
+        tokenizer.save_pretrained(staging)
+
+    _write_model(folder, write)
+
+
+def save_weights(model: Any, folder: Path) -> None:
+    """Write the trained weights in the standard format: a PEFT adapter, or safetensors of the model."""
+    if hasattr(model, "peft_config"):
+        # "auto" would ask the hub whether the vocabulary was resized; it is not.
+        model.save_pretrained(folder, save_embedding_layers=False)
+        (folder / "README.md").unlink(missing_ok=True)  # an empty model card
+    else:
+        model.save_pretrained(folder)
+
+
+def load_adapter(model: Any, folder: Path) -> None:
+    """Read the adapter that `save_weights` wrote into a model that has adapters already."""
+    from peft import set_peft_model_state_dict
+    from safetensors.torch import load_file
+
+    result = set_peft_model_state_dict(model, load_file(folder / "adapter_model.safetensors"))
+    missing = [name for name in result.missing_keys if ".lora_" in name]
+    if missing or result.unexpected_keys:
+        wrong = (missing + list(result.unexpected_keys))[0]
+        raise CheckpointError(f"[resume] {folder}: the adapter does not fit the model, first at {wrong}")
+
+
+def _write_model(folder: Path, write: Callable[[Path], None]) -> None:
+    if folder.exists() and not (folder.is_dir() and _is_model(folder)):
+        raise OptionError(f"{folder} exists and holds no model; choose another folder")
+    try:
+        write_folder(folder, write)
+    except OSError as error:
+        free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else 0
+        raise ArgumentError(f"cannot write {folder}: {error} ({free / 1e9:.1f} GB free)") from error
+
+
+def _is_model(folder: Path) -> bool:
+    empty = not any(folder.iterdir())
+    return empty or any((folder / name).is_file() for name in ("config.json", "adapter_config.json"))

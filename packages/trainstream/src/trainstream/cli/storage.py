@@ -1,0 +1,207 @@
+"""Checkpoints of `trainstream finetune`: weights in the standard format, everything else as JSON and safetensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from trainstream._folders import discard_folder, sweep
+from ts_core.errors import CheckpointError
+
+__all__ = [
+    "Checkpoint",
+    "checkpoints",
+    "flatten",
+    "latest",
+    "prune",
+    "read_state",
+    "unflatten",
+    "write_state",
+]
+
+STATE_FILE = "trainstream_state.json"
+TENSOR_FILE = "trainstream_state.safetensors"
+FORMAT = 1
+_NAME = re.compile(r"^checkpoint-(\d+)$")
+
+
+# ------------------------------------------------------------------- nested state <-> json and tensors
+
+
+def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
+    """Split nested state (dicts, lists, tuples, numbers, texts, tensors) into JSON data and named tensors.
+
+    Dict keys keep their type (optimizer states are keyed by integers), which JSON objects would lose.
+
+    Args:
+        state: For example `optimizer.state_dict()`.
+
+    Returns:
+        A JSON-serialisable tree, and the tensors it refers to, by name.
+
+    Raises:
+        CheckpointError: The state holds something else, which would need pickle.
+
+    Example:
+        >>> tree, tensors = flatten({0: {"step": torch.tensor(3.0)}, "lr": 0.1})
+        >>> unflatten(tree, tensors)
+        {0: {'step': tensor(3.)}, 'lr': 0.1}
+    """
+    tensors: dict[str, torch.Tensor] = {}
+
+    def walk(value: Any, path: str) -> Any:
+        if isinstance(value, torch.Tensor):
+            name = path.strip(".") or "value"
+            while name in tensors:
+                name += "_"
+            # A copy, contiguous and alone in its storage: safetensors refuses views of shared memory.
+            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            return {"tensor": name}
+        if isinstance(value, dict):
+            return {"dict": [[walk(k, path), walk(v, f"{path}.{k}")] for k, v in value.items()]}
+        if isinstance(value, (list, tuple)):
+            kind = "list" if isinstance(value, list) else "tuple"
+            return {kind: [walk(item, f"{path}.{index}") for index, item in enumerate(value)]}
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise CheckpointError(
+            f"[flatten] {path.strip('.') or 'state'}: expected tensors, numbers, texts and containers of them, "
+            f"given {type(value).__name__}; it cannot be saved without pickle"
+        )
+
+    return walk(state, ""), tensors
+
+
+def unflatten(tree: Any, tensors: dict[str, torch.Tensor]) -> Any:
+    """Rebuild the state that `flatten` split.
+
+    Args:
+        tree: The JSON data.
+        tensors: The tensors by name.
+
+    Returns:
+        The state; tensors are the given objects.
+
+    Raises:
+        CheckpointError: The tree is malformed or names a tensor that is not there.
+    """
+    if not isinstance(tree, dict):
+        return tree
+    if len(tree) == 1:
+        kind, value = next(iter(tree.items()))
+        if kind == "tensor" and value in tensors:
+            return tensors[value]
+        if kind == "dict":
+            return {unflatten(k, tensors): unflatten(v, tensors) for k, v in value}
+        if kind == "list":
+            return [unflatten(item, tensors) for item in value]
+        if kind == "tuple":
+            return tuple(unflatten(item, tensors) for item in value)
+    raise CheckpointError(f"[unflatten] malformed checkpoint state near {str(tree)[:80]!r}")
+
+
+# ---------------------------------------------------------------------------------- checkpoints
+
+
+class Checkpoint:
+    """What one checkpoint holds besides the weights: JSON data, and nested state with tensors.
+
+    Attributes:
+        folder: Where it lies.
+        data: The JSON data (`step`, `settings`, ...).
+        state: The nested state (`optimizer`, `scheduler`, `rng`, ...).
+    """
+
+    def __init__(self, folder: Path, data: dict[str, Any], state: Any) -> None:
+        """Keep the three parts."""
+        self.folder = folder
+        self.data = data
+        self.state = state
+
+
+def write_state(folder: Path, data: dict[str, Any], state: Any) -> None:
+    """Write data and state into a folder that already holds the weights; call it last.
+
+    The JSON file lists every other file with its size, so that a folder which lost a part is recognised.
+    """
+    tree, tensors = flatten(state)
+    save_file(tensors, folder / TENSOR_FILE)
+    files = {
+        str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
+    }
+    content = {"format": FORMAT, "files": files, "data": data, "state": tree}
+    (folder / STATE_FILE).write_text(json.dumps(content), encoding="utf-8")
+
+
+def read_state(folder: Path) -> Checkpoint:
+    """Read a checkpoint that `write_state` finished.
+
+    Args:
+        folder: A `checkpoint-<step>` folder.
+
+    Returns:
+        Its data and state, tensors on the CPU.
+
+    Raises:
+        CheckpointError: There is no checkpoint, a file is missing or has another size, or the data is damaged.
+    """
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise CheckpointError(f"[resume] {folder} is no checkpoint: it holds no {STATE_FILE}")
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        if content["format"] != FORMAT:
+            raise CheckpointError(
+                f"[resume] {folder} has checkpoint format {content['format']}; this release reads {FORMAT}"
+            )
+        for name, size in content["files"].items():
+            found = folder / name
+            if not found.is_file() or found.stat().st_size != size:
+                raise CheckpointError(f"[resume] {found} is missing or damaged: expected {size} bytes")
+        return Checkpoint(
+            folder, content["data"], unflatten(content["state"], load_file(folder / TENSOR_FILE))
+        )
+    except (KeyError, TypeError, AttributeError, ValueError, SafetensorError) as error:
+        if isinstance(error, CheckpointError):
+            raise
+        raise CheckpointError(f"[resume] {path} is damaged: {type(error).__name__}: {error}") from error
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Return the complete checkpoints in a run folder, oldest step first."""
+    if not folder.is_dir():
+        return []
+    found = [(int(match[1]), entry) for entry in folder.iterdir() if (match := _NAME.match(entry.name))]
+    return [entry for _, entry in sorted(found) if (entry / STATE_FILE).is_file()]
+
+
+def latest(folder: Path) -> Path:
+    """Return the newest complete checkpoint at or below `folder` (a checkpoint, a run, or a folder of runs).
+
+    Raises:
+        CheckpointError: There is none.
+    """
+    if (folder / STATE_FILE).is_file():
+        return folder
+    if not folder.is_dir():
+        raise CheckpointError(f"[resume] {folder}: no such folder")
+    sweep(folder)
+    here = checkpoints(folder)
+    if here:
+        return here[-1]
+    below = [found[-1] for run in folder.iterdir() if run.is_dir() and (found := checkpoints(run))]
+    if not below:
+        raise CheckpointError(f"[resume] no complete checkpoint in {folder}")
+    return max(below, key=lambda path: (path / STATE_FILE).stat().st_mtime_ns)
+
+
+def prune(folder: Path, keep: int) -> None:
+    """Remove all but the newest `keep` checkpoints of a run folder."""
+    for entry in checkpoints(folder)[:-keep]:
+        discard_folder(entry)

@@ -1,0 +1,1 @@
+"""Bridges to training frameworks; each module imports its framework only when it is imported itself."""

@@ -1,0 +1,75 @@
+"""What TrainStream adds to a training log: memory, traffic, waiting and speed."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from torch.optim import Optimizer
+
+__all__ = ["LogMetrics"]
+
+_GB = 1e9
+
+
+class LogMetrics:
+    """Turns an optimizer's counters into log entries; traffic, waiting and tokens count since the last call.
+
+    Args:
+        optimizer: An `OffloadAdamW`, or anything with `stats()`; other optimizers give zeros.
+
+    Example:
+        >>> metrics = LogMetrics(optimizer)  # doctest: +SKIP
+        >>> metrics.count_tokens(512); metrics.take()["ts_tokens_per_s"]  # doctest: +SKIP
+        1834.0
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Start counting now."""
+        self.optimizer = optimizer
+        self._tokens = 0
+        self._time = time.perf_counter()
+        self._last = self._counters()
+
+    def count_tokens(self, tokens: int) -> None:
+        """Add tokens that were trained on."""
+        self._tokens += tokens
+
+    def take(self) -> dict[str, float]:
+        """Return the entries, and start the next interval.
+
+        Returns:
+            `ts_pinned_gb` (page-locked host memory), `ts_host_state_gb` (optimizer state in RAM), `ts_h2d_gb`,
+            `ts_d2h_gb` (copied between host and device since the last call), `ts_stall_s` (seconds the training
+            thread waited for updates or copies since then), `ts_peak_vram_gb`, `ts_tokens_per_s`. 1 GB = 1e9 bytes.
+        """
+        now, counters = time.perf_counter(), self._counters()
+        moved = {key: counters[key] - self._last[key] for key in ("h2d_bytes", "d2h_bytes", "stall_s")}
+        elapsed = max(now - self._time, 1e-9)
+        tokens, self._tokens = self._tokens, 0
+        self._time, self._last = now, counters
+        return {
+            "ts_pinned_gb": counters["pinned_bytes"] / _GB,
+            "ts_host_state_gb": counters["host_state_bytes"] / _GB,
+            "ts_h2d_gb": moved["h2d_bytes"] / _GB,
+            "ts_d2h_gb": moved["d2h_bytes"] / _GB,
+            "ts_stall_s": moved["stall_s"],
+            "ts_peak_vram_gb": _peak_vram_bytes() / _GB,
+            "ts_tokens_per_s": tokens / elapsed,
+        }
+
+    def _counters(self) -> dict[str, float]:
+        stats: dict[str, Any] = self.optimizer.stats() if hasattr(self.optimizer, "stats") else {}
+        return {
+            "pinned_bytes": float(stats.get("pinned_bytes", 0)),
+            "host_state_bytes": float(stats.get("host_state_bytes", 0)),
+            "h2d_bytes": float(stats.get("h2d_bytes", 0)),
+            "d2h_bytes": float(stats.get("d2h_bytes", 0)),
+            "stall_s": float(sum(stats.get(key, 0.0) for key in ("wait_s", "stall_s"))),
+        }
+
+
+def _peak_vram_bytes() -> int:
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    return torch.cuda.max_memory_allocated() if used else 0

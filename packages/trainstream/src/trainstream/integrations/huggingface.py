@@ -1,0 +1,388 @@
+"""TrainStream in transformers: a Trainer, a callback, and `wrap` for transformers models."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+import trainstream as ts
+from trainstream._folders import replace_folder, sweep
+from trainstream._options import WrapOptions
+from trainstream._session import session_of
+from trainstream.integrations._metrics import LogMetrics
+from ts_core.errors import ArgumentTypeError, OptionError
+from ts_core.options import boolean, integer, not_yet
+from ts_hf import backbone, causal_lm_loss_for, count_items, load_model
+from ts_hf.losses import head_of
+from ts_quant import QuantizedTensor
+
+__all__ = ["TrainStreamCallback", "TrainStreamTrainer", "load_model", "wrap_hf"]
+
+LOGGER = logging.getLogger("trainstream")
+
+# wrap() options that TrainingArguments state already: two places for one thing would have to disagree silently.
+_FROM_ARGUMENTS = {
+    "lr": "learning_rate",
+    "max_grad_norm": "max_grad_norm",
+    "accumulation_steps": "gradient_accumulation_steps",
+    "device": "use_cpu",
+    "optimizer": "optim",
+}
+_ADAMW = ("adamw_torch", "adamw_torch_fused")
+_CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
+
+
+def wrap_hf(
+    model: nn.Module, optimizer: Optimizer | None = None, **options: Any
+) -> tuple[nn.Module, Optimizer | None]:
+    """Call `trainstream.wrap` with the decoder layers of a transformers model as its blocks.
+
+    Args:
+        model: A transformers model, or a PEFT model around one.
+        optimizer: As for `wrap`.
+        **options: As for `wrap`; `blocks` is filled in unless it is given.
+
+    Returns:
+        The model and the optimizer to use, as `wrap` does.
+
+    Raises:
+        OptionError: As `wrap`.
+
+    Example:
+        >>> model, optimizer = wrap_hf(model, torch.optim.AdamW(model.parameters()))  # doctest: +SKIP
+    """
+    if options.get("blocks") is None:
+        layers = _decoder_layers(model)
+        if layers:
+            options["blocks"] = layers
+    return ts.wrap(model, optimizer, **options)
+
+
+def _decoder_layers(model: nn.Module) -> list[nn.Module]:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
+    layers = getattr(decoder, "layers", None)
+    return list(layers) if isinstance(layers, nn.ModuleList) else []
+
+
+class TrainStreamTrainer(Trainer):
+    """transformers' `Trainer` with the optimizer state on the host and the loss computed in chunks.
+
+    Everything of `Trainer` keeps its meaning: schedules, accumulation, clipping, evaluation, callbacks,
+    checkpoints, `resume_from_checkpoint`. It can stand in front of another Trainer class as a mixin:
+    `class MyTrainer(TrainStreamTrainer, SFTTrainer)`.
+
+    The loss of a step is the sum over its micro-batches of the cross-entropy of every label after the shift,
+    divided by the number of such labels in the whole step; so the gradient does not depend on how a step is cut
+    into micro-batches, and the logged loss is that number.
+
+    Args:
+        *args: As `Trainer`.
+        trainstream: Options: any of `wrap()` (except those that `TrainingArguments` states: learning rate,
+            clipping, accumulation, device), and
+
+            - `chunked_loss` (True): compute the loss from hidden states, `loss_chunk_size` (1024) tokens at a
+              time, so that logits never exist as a whole. If it is not given and the model or the arguments
+              do not allow it (no decoder and output head found, label smoothing, `compute_loss_func`), the model's
+              own loss is used and a warning says why; if it is given as True, that is an error.
+            - `packing` (False): not in this release.
+        **kwargs: As `Trainer`.
+
+    Raises:
+        OptionError: An unknown option, one that is not available yet, one that `TrainingArguments` states, or
+            an `optim` that is not AdamW.
+
+    Example:
+        >>> trainer = TrainStreamTrainer(  # doctest: +SKIP
+        ...     model=model, args=TrainingArguments("out"), train_dataset=rows, trainstream={"threads": 4}
+        ... )
+        >>> trainer.train()  # doctest: +SKIP
+    """
+
+    def __init__(self, *args: Any, trainstream: dict[str, Any] | None = None, **kwargs: Any) -> None:
+        """Check the options, then build the Trainer; the model is wrapped when training starts."""
+        options = dict(trainstream or {})
+        chunked = options.pop("chunked_loss", None)
+        self._chunked_asked = None if chunked is None else boolean("chunked_loss", chunked)
+        self._loss_chunk_size = integer("loss_chunk_size", options.pop("loss_chunk_size", 1024), minimum=1)
+        not_yet("packing", options.pop("packing", False), (False,))
+        for name in options.keys() & _FROM_ARGUMENTS.keys():
+            raise OptionError(
+                f"option {name}: the Trainer takes it from TrainingArguments.{_FROM_ARGUMENTS[name]}"
+            )
+        WrapOptions.from_kwargs(**options)
+        self._wrap_options = options
+        self._need_logits = False
+        self._metrics: LogMetrics | None = None
+        super().__init__(*args, **kwargs)
+        self._check_optim()
+        if self.args.n_gpu > 1:
+            LOGGER.warning("TrainStreamTrainer trains on one GPU; the other visible ones stay idle")
+            self.args._n_gpu = 1
+        self._takes_loss_kwargs = self.model_accepts_loss_kwargs
+        self._chunked = self._decide_chunked()
+        if self._chunked:
+            # The loss is normalized here, whatever the model's forward accepts: makes Trainer count the labels,
+            # and keeps it from dividing by the number of micro-batches once more.
+            self.model_accepts_loss_kwargs = True
+
+    def _check_optim(self) -> None:
+        name = str(getattr(self.args.optim, "value", self.args.optim))
+        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and name not in _ADAMW:
+            raise OptionError(
+                f"option optim={name!r} is not available with TrainStreamTrainer; use one of {', '.join(_ADAMW)}, or "
+                "pass your own optimizer: optimizers=(optimizer, None)"
+            )
+
+    def _decide_chunked(self) -> bool:
+        if self._chunked_asked is False:
+            return False
+        reason = self._why_not_chunked()
+        if reason and self._chunked_asked:
+            raise OptionError(f"option chunked_loss=True: {reason}; use chunked_loss=False")
+        if reason:
+            LOGGER.warning("chunked loss is off: %s; the model's own loss is used", reason)
+        return not reason
+
+    def _why_not_chunked(self) -> str:
+        if self.label_smoother is not None:
+            return "label_smoothing_factor needs whole logits"
+        if self.compute_loss_func is not None:
+            return "compute_loss_func needs the model's outputs"
+        return chunking_obstacle(self.model)
+
+    # ------------------------------------------------------------------------------------ optimizer
+
+    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
+        """Let Trainer make its AdamW (decay groups, learning rate, betas, eps), then wrap the model with it."""
+        optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
+        if session_of(self.model) is None:
+            plain = getattr(optimizer, "optimizer", optimizer)
+            _, wrapped = wrap_hf(self.model, plain, **self._wrap_options)
+            # accelerate would copy all optimizer state to the GPU and back; state stays where wrap put it.
+            self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
+            self._metrics = LogMetrics(wrapped) if wrapped is not None else None
+        return self.optimizer
+
+    # ----------------------------------------------------------------------------------------- loss
+
+    def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
+        """Count the labels of a whole step after the shift: position 0 of a row is predicted by nothing."""
+        if not self._chunked or not batch_samples or any("labels" not in batch for batch in batch_samples):
+            return super()._get_num_items_in_batch(batch_samples, device)
+        count = sum(int(count_items(batch["labels"])) for batch in batch_samples)
+        items = torch.tensor(count, device=device)
+        if self.args.average_tokens_across_devices and self.args.world_size > 1:
+            items = self.accelerator.gather(items).sum()
+        return items
+
+    def compute_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Compute the loss from hidden states in chunks, or as Trainer does where whole logits are asked for."""
+        if self._metrics is not None and model.training and isinstance(inputs.get("input_ids"), torch.Tensor):
+            self._metrics.count_tokens(inputs["input_ids"].numel())
+        if not self._chunked or self._need_logits or inputs.get("labels") is None:
+            accepted, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._takes_loss_kwargs
+            try:
+                return super().compute_loss(
+                    model,
+                    inputs,
+                    return_outputs=return_outputs,
+                    num_items_in_batch=num_items_in_batch,
+                    **kwargs,
+                )
+            finally:
+                self.model_accepts_loss_kwargs = accepted
+        # The model is not called as a whole, so accelerate's autocast around its forward is entered here.
+        with self.accelerator.autocast():
+            loss = _loss_in_chunks(
+                self.accelerator.unwrap_model(model), inputs, num_items_in_batch, self._loss_chunk_size
+            )
+        if (
+            self.args.average_tokens_across_devices
+            and num_items_in_batch is not None
+            and self.accelerator.num_processes > 1
+        ):
+            loss = loss * self.accelerator.num_processes
+        return (loss, {"loss": loss}) if return_outputs else loss
+
+    def prediction_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        prediction_loss_only: bool,
+        ignore_keys: list[str] | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Evaluate with the chunked loss, or with whole logits if metrics or predictions need them."""
+        self._need_logits = not prediction_loss_only
+        try:
+            return super().prediction_step(
+                model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs
+            )
+        finally:
+            self._need_logits = False
+
+    # ----------------------------------------------------------------------------------------- logs
+
+    def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
+        """Log, with TrainStream's metrics beside the training loss."""
+        if self._metrics is not None and "loss" in logs:
+            logs.update(self._metrics.take())
+        super().log(logs, *args, **kwargs)
+
+    # ---------------------------------------------------------------------------------- checkpoints
+
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> Any:
+        """Train; `resume_from_checkpoint=True` takes the last complete checkpoint."""
+        if self.args.should_save:
+            sweep(Path(self.args.output_dir))
+        return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
+        """Save a checkpoint beside its place, make it durable, and rename it into place."""
+        if self.args.world_size > 1 or self.args.push_to_hub:
+            super()._save_checkpoint(model, trial)
+            return
+        run = Path(self._get_output_dir(trial))
+        staging = run / f".saving-{os.getpid()}-checkpoint"
+        shutil.rmtree(staging, ignore_errors=True)
+        self._staging = str(staging)
+        try:
+            super()._save_checkpoint(model, trial)
+            for saved in staging.iterdir():
+                self._correct_paths(saved, run)
+                replace_folder(saved, run / saved.name)
+        finally:
+            self._staging = None
+            shutil.rmtree(staging, ignore_errors=True)
+        self._rotate(run)
+
+    _staging: str | None = None
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self._staging or super()._get_output_dir(trial)
+
+    def _correct_paths(self, saved: Path, run: Path) -> None:
+        """The best checkpoint may be this one: name it by where it will be."""
+        best = self.state.best_model_checkpoint
+        if best is not None and Path(best).parent == saved.parent:
+            self.state.best_model_checkpoint = str(run / Path(best).name)
+            self.state.save_to_json(str(saved / "trainer_state.json"))
+
+    def _rotate(self, run: Path) -> None:
+        """Remove the oldest checkpoints beyond `save_total_limit`, never the best or the newest one."""
+        limit = self.args.save_total_limit
+        if limit is None or limit <= 0 or not self.args.should_save:
+            return
+        best = self.state.best_model_checkpoint
+        kept_best = Path(best).name if best else None
+        found = sorted(
+            (int(match[1]), path) for path in run.iterdir() if (match := _CHECKPOINT.match(path.name))
+        )
+        names = [path for _, path in found]
+        removable = [path for path in names[:-1] if path.name != kept_best]
+        if limit == 1 and kept_best is not None and names and names[-1].name != kept_best:
+            limit = (
+                2  # as transformers does: the last one is needed to resume, the best one to load at the end
+            )
+        for path in removable[: max(0, len(names) - limit)]:
+            with contextlib.suppress(OSError):
+                (path / "trainer_state.json").unlink()
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
+        """Save the model; packed weights of a model without adapters are saved decoded."""
+        if (
+            state_dict is None
+            and not hasattr(self.model, "peft_config")
+            and any(isinstance(parameter, QuantizedTensor) for parameter in self.model.parameters())
+        ):
+            state_dict = {
+                name: tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
+                for name, tensor in self.model.state_dict().items()
+            }
+        super()._save(output_dir, state_dict)
+
+
+def _loss_in_chunks(
+    model: nn.Module, inputs: dict[str, Any], num_items: torch.Tensor | int | None, chunk_size: int
+) -> torch.Tensor:
+    passed = {key: value for key, value in inputs.items() if key not in ("labels", "num_items_in_batch")}
+    hidden = backbone(model)(**{"use_cache": False, **passed}).last_hidden_state
+    return causal_lm_loss_for(model, hidden, inputs["labels"], num_items, chunk_size)
+
+
+def chunking_obstacle(model: nn.Module) -> str:
+    """Return why the loss of a model cannot be computed from hidden states, or an empty text."""
+    try:
+        head_of(model)
+    except (OptionError, AttributeError) as error:
+        return str(error)
+    if getattr(model.config, "output_router_logits", False):
+        return "output_router_logits adds the router's loss to the model's own"
+    return ""
+
+
+class TrainStreamCallback(TrainerCallback):
+    """Adds TrainStream's metrics to the logs of a stock `Trainer` that was given an `OffloadAdamW`.
+
+    They are in `trainer.state.log_history` and in what later callbacks (the printed line among them) are shown.
+
+    Args:
+        optimizer: The optimizer given to the Trainer.
+
+    Raises:
+        ArgumentTypeError: It is no `OffloadAdamW`.
+
+    Example:
+        >>> optimizer = OffloadAdamW(model.parameters(), lr=1e-4)  # doctest: +SKIP
+        >>> Trainer(model, args, optimizers=(optimizer, None), callbacks=[TrainStreamCallback(optimizer)])
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        """Start counting now."""
+        if not isinstance(optimizer, ts.OffloadAdamW):
+            raise ArgumentTypeError(
+                f"TrainStreamCallback(optimizer): expected an OffloadAdamW, given {type(optimizer).__name__}"
+            )
+        self._metrics = LogMetrics(optimizer)
+        self._tokens_seen = 0.0
+
+    def on_log(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        logs: dict[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Add the metrics to logs that carry a training loss."""
+        if logs is None or "loss" not in logs:
+            return
+        # Counted by Trainer if include_num_input_tokens_seen is set; else the speed is left out.
+        seen = float(getattr(state, "num_input_tokens_seen", 0) or 0)
+        self._metrics.count_tokens(int(seen - self._tokens_seen))
+        entries = self._metrics.take()
+        if seen == self._tokens_seen:
+            del entries["ts_tokens_per_s"]
+        self._tokens_seen = seen
+        logs.update(entries)
+        if state.log_history and state.log_history[-1].get("step") == state.global_step:
+            state.log_history[-1].update(entries)

@@ -13,8 +13,8 @@ namespace ts::paging::device {
 // last error is clear afterwards in either case.
 std::string pin(void* data, int64_t bytes, int device);
 void unpin(void* data);
-// Whether the whole range is page-locked for CUDA.
-bool is_pinned(const void* data, int64_t bytes);
+// Whether the range is page-locked for CUDA.
+bool is_pinned(const void* data, int64_t bytes, int device);
 
 // 1: reached, 0: not yet, -1: error, with its text.
 int query(const DeviceEvent& event, std::string* error);

@@ -69,7 +69,7 @@ void CopyEngine::submit_device(const std::shared_ptr<Job>& job, const Copy& copy
   // With pageable memory the call blocks while the driver stages the bytes: a thread waits instead
   // of the caller. While that thread has work, later copies queue behind it: lanes keep their
   // order.
-  if (lane.worker.pending() == 0 && device::is_pinned(host, copy.bytes))
+  if (lane.worker.pending() == 0 && device::is_pinned(host, copy.bytes, copy.device))
     carry_out();
   else
     lane.worker.post(std::move(carry_out));

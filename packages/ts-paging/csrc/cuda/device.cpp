@@ -4,8 +4,10 @@
 
 #include <algorithm>
 #include <map>
+#include <memory>
 #include <mutex>
 #include <stdexcept>
+#include <utility>
 #include <vector>
 
 #include "ts/cuda.h"
@@ -16,34 +18,50 @@ namespace ts::paging::device {
 
 namespace {
 
+// What a DeviceEvent points to. The device is made current to look at it: a thread without one
+// would otherwise open a context on the first GPU.
+struct PooledEvent {
+  cudaEvent_t event;
+  int device;
+};
+
+const PooledEvent& pooled(const DeviceEvent& event) {
+  return *static_cast<const PooledEvent*>(event.get());
+}
+
 // Events are made once and used again: making one takes longer than recording it.
 class EventPool {
  public:
+  // The device must be current.
   DeviceEvent take(int device) {
-    cudaEvent_t event = nullptr;
+    std::unique_ptr<PooledEvent> taken;
     {
       const std::lock_guard<std::mutex> lock(mutex_);
-      std::vector<cudaEvent_t>& free = free_[device];
+      auto& free = free_[device];
       if (!free.empty()) {
-        event = free.back();
+        taken = std::move(free.back());
         free.pop_back();
       }
     }
-    if (!event)
-      cuda_check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming | cudaEventBlockingSync),
-                 "copy");
-    return DeviceEvent(event, [this, device](void* used) {
+    if (!taken) {
+      taken = std::make_unique<PooledEvent>(PooledEvent{nullptr, device});
+      cuda_check(
+          cudaEventCreateWithFlags(&taken->event, cudaEventDisableTiming | cudaEventBlockingSync),
+          "copy");
+    }
+    return DeviceEvent(taken.release(), [this](void* used) {
       // After a fork the mutex may be held by a thread that is not there.
       if (getpid() != owner_) return;
+      std::unique_ptr<PooledEvent> back(static_cast<PooledEvent*>(used));
       const std::lock_guard<std::mutex> lock(mutex_);
-      free_[device].push_back(static_cast<cudaEvent_t>(used));
+      free_[back->device].push_back(std::move(back));
     });
   }
 
  private:
   const int owner_ = getpid();
   std::mutex mutex_;
-  std::map<int, std::vector<cudaEvent_t>> free_;
+  std::map<int, std::vector<std::unique_ptr<PooledEvent>>> free_;
 };
 
 // Never destroyed: jobs may outlive static destruction, and the driver takes back events at exit.
@@ -82,37 +100,44 @@ void unpin(void* data) {
   if (cudaHostUnregister(data) != cudaSuccess) (void)cudaGetLastError();
 }
 
-bool is_pinned(const void* data, int64_t bytes) {
+bool is_pinned(const void* data, int64_t bytes, int device) {
+  const DeviceGuard guard(device);
   return pinned_at(data) && pinned_at(static_cast<const char*>(data) + bytes - 1);
 }
 
 int query(const DeviceEvent& event, std::string* error) {
-  const cudaError_t status = cudaEventQuery(static_cast<cudaEvent_t>(event.get()));
-  if (status == cudaSuccess) return 1;
-  (void)cudaGetLastError();
-  if (status == cudaErrorNotReady) return 0;
-  *error = cudaGetErrorString(status);
+  try {
+    const DeviceGuard guard(pooled(event).device);
+    const cudaError_t status = cudaEventQuery(pooled(event).event);
+    if (status == cudaSuccess) return 1;
+    (void)cudaGetLastError();
+    if (status == cudaErrorNotReady) return 0;
+    *error = cudaGetErrorString(status);
+  } catch (const std::exception& failure) {
+    *error = failure.what();
+  }
   return -1;
 }
 
 void synchronize(const DeviceEvent& event) {
-  if (cudaEventSynchronize(static_cast<cudaEvent_t>(event.get())) != cudaSuccess)
-    (void)cudaGetLastError();
+  try {
+    const DeviceGuard guard(pooled(event).device);
+    if (cudaEventSynchronize(pooled(event).event) != cudaSuccess) (void)cudaGetLastError();
+  } catch (const std::exception&) {
+    // The next query() tells.
+  }
 }
 
 DeviceEvent record(int device, void* stream) {
   const DeviceGuard guard(device);
   DeviceEvent event = events().take(device);
-  cuda_check(
-      cudaEventRecord(static_cast<cudaEvent_t>(event.get()), static_cast<cudaStream_t>(stream)),
-      "copy");
+  cuda_check(cudaEventRecord(pooled(event).event, static_cast<cudaStream_t>(stream)), "copy");
   return event;
 }
 
 void make_wait(int device, void* stream, const DeviceEvent& event) {
   const DeviceGuard guard(device);
-  cuda_check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream),
-                                 static_cast<cudaEvent_t>(event.get()), 0),
+  cuda_check(cudaStreamWaitEvent(static_cast<cudaStream_t>(stream), pooled(event).event, 0),
              "copy");
 }
 
@@ -154,7 +179,7 @@ namespace {
 
 std::string pin(void*, int64_t, int) { return "this build has no CUDA"; }
 void unpin(void*) {}
-bool is_pinned(const void*, int64_t) { return false; }
+bool is_pinned(const void*, int64_t, int) { return false; }
 int query(const DeviceEvent&, std::string*) { return 1; }
 void synchronize(const DeviceEvent&) {}
 DeviceEvent record(int, void*) { no_cuda(); }

@@ -139,6 +139,15 @@ def test_one_layer_used_many_times_is_no_stack():
     assert_complete(model)
 
 
+def test_a_layer_that_another_one_holds_is_part_of_that_one():
+    layers = [nn.Linear(4, 4) for _ in range(3)]
+    holder = nn.Module()
+    holder.shared = layers[0]
+    model = nn.ModuleList([*layers, holder])
+    assert find_blocks(model) == [layers[1], layers[2], holder]
+    assert_complete(model)
+
+
 def test_a_parametrized_layer_is_still_of_its_class():
     layers = [nn.Linear(4, 4) for _ in range(3)]
     for layer in layers:

@@ -3,8 +3,6 @@
 import subprocess
 import sys
 
-import pytest
-
 MODULES = (
     "ts_core, ts_core.errors, ts_core.options, ts_core.memory, ts_core.dtypes, ts_core.blocks, "
     "ts_core.registry, ts_core.trace, ts_core.ops, ts_core.runtime, ts_core.testing"
@@ -44,21 +42,20 @@ print(" ".join(sorted(new)))
     assert not new & {"pytest", "hypothesis", "numpy", "transformers", "peft", "ts_quant", "trainstream"}
 
 
-@pytest.mark.parametrize("missing", ["pytest", "hypothesis"])
-def test_testing_without_its_tools_says_what_to_install(missing):
-    code = f"""
+def test_testing_without_its_tools_says_what_to_install():
+    code = """
 import sys
-sys.modules[{missing!r}] = None
+sys.modules["pytest"] = sys.modules["hypothesis"] = None
 import ts_core.testing, ts_core.testing.plugin
 from ts_core.errors import MissingDependencyError
-assert ts_core.testing.tolerance and ts_core.testing.opcheck_all and ts_core.testing.make_tensor
-calls = {{"pytest": [lambda: ts_core.testing.devices(), lambda: ts_core.testing.gpu],
-          "hypothesis": [lambda: ts_core.testing.shapes(), lambda: ts_core.testing.float_tensors()]}}
-for call in calls[{missing!r}]:
+helpers = ts_core.testing
+assert helpers.tolerance and helpers.opcheck_all and helpers.make_tensor
+for tool, call in [("pytest", helpers.devices), ("pytest", lambda: helpers.gpu),
+                   ("hypothesis", helpers.shapes), ("hypothesis", helpers.float_tensors)]:
     try:
         call()
     except MissingDependencyError as error:
-        assert "pip install {missing}" in str(error)
+        assert f"pip install {tool}" in str(error)
     else:
         raise SystemExit("no error")
 """

@@ -129,6 +129,9 @@ def _signature(module: nn.Module) -> object:
 def _repeated(container: nn.Module) -> list[nn.Module]:
     """List the children of a container that form a stack; empty if they do not."""
     children = [child for child in container.children() if next(child.parameters(), None) is not None]
+    # A layer that another layer also holds is part of that one.
+    inside = {id(part) for child in children for part in child.modules() if part is not child}
+    children = [child for child in children if id(child) not in inside]
     signatures = [_signature(child) for child in children]
     counts = Counter(signatures)
     alike = [child for child, signature in zip(children, signatures, strict=True) if counts[signature] >= 2]

@@ -127,6 +127,10 @@ def _check_magic(path: Path) -> None:
         raise CheckpointError(f"{path}: not a GGUF file (it does not begin with the letters GGUF)")
 
 
+def _has_gguf_config() -> bool:
+    return hasattr(import_transformers(), "GgufConfig")
+
+
 def load_gguf(path: str | os.PathLike[str], dtype: str | torch.dtype = torch.bfloat16) -> tuple[Any, Any]:
     """Decode a GGUF file into a plain model and its tokenizer.
 
@@ -154,8 +158,10 @@ def load_gguf(path: str | os.PathLike[str], dtype: str | torch.dtype = torch.bfl
     _need_gguf("load_gguf")
     transformers = import_transformers()
     place = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
+    # Newer releases would keep the file's blocks packed where they have kernels; older ones always decode.
+    plain = {"quantization_config": transformers.GgufConfig(dequantize=True)} if _has_gguf_config() else {}
     try:
-        decoded = transformers.AutoModelForCausalLM.from_pretrained(**place, dtype=chosen)
+        decoded = transformers.AutoModelForCausalLM.from_pretrained(**place, **plain, dtype=chosen)
         tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
     except (ValueError, KeyError, IndexError, NotImplementedError, OSError, RuntimeError) as error:
         raise CheckpointError(f"{path}: this GGUF file cannot be decoded: {type(error).__name__}: {error}") from error

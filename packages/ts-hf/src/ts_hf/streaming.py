@@ -17,9 +17,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
+import ts_quant
 from torch import nn
 from ts_core.blocks import find_blocks
-from ts_core.errors import CheckpointError
+from ts_core.errors import ArgumentError, CheckpointError
 
 from .build import owner_of
 from .checkpoint import Checkpoint
@@ -81,10 +82,8 @@ class Packing:
         """Make the parameter that replaces `old`, packed if the name says so."""
         if self.codec is None or name not in self.names:
             return nn.Parameter(tensor, requires_grad=old.requires_grad and tensor.is_floating_point())
-        import ts_quant
-
         return nn.Parameter(
-            ts_quant.quantize(tensor, self.codec, block_size=self.block_size), requires_grad=False
+            ts_quant.quantize(tensor, self.codec, block_size=self.block_size, name=name), requires_grad=False
         )
 
 
@@ -120,9 +119,9 @@ def packable(model: Any) -> tuple[frozenset[str], dict[str, str]]:
             name = f"{path}.{last}" if path else last
             if id(module) not in inside:
                 skipped[name] = "outside the blocks"
-            elif isinstance(module, nn.Embedding):
+            elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 skipped[name] = "an embedding"
-            elif parameter.dim() < 2:
+            elif parameter.dim() < 2 or parameter.numel() == 0:
                 skipped[name] = "not a matrix"
             elif not parameter.is_floating_point():
                 skipped[name] = "not floating"
@@ -249,7 +248,10 @@ class _Stream:
             )
         tensor = tensor.to(self.device)
         if last in module._parameters:
-            module._parameters[last] = self.packing.store(name, tensor, old)
+            try:
+                module._parameters[last] = self.packing.store(name, tensor, old)
+            except ArgumentError as error:  # a NaN or an infinity
+                raise CheckpointError(f"{self.checkpoint.file_of(sources[0][1])}: {error}") from error
         else:
             module._buffers[last] = tensor
         self.loaded.add(name)

@@ -131,8 +131,6 @@ Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
 
 
 def _sumsq(grads: Sequence[torch.Tensor], threads: int = 0) -> torch.Tensor:
-    if not grads:
-        return torch.zeros(0, dtype=torch.float64)
     device = grads[0].device
     chunks = sum(-(-g.numel() // _C.SUM_CHUNK) for g in grads)
     partials = torch.empty(chunks, dtype=torch.float64, device=device)
@@ -146,7 +144,7 @@ def _sumsq_fake(grads: Sequence[torch.Tensor], threads: int = 0) -> torch.Tensor
         _require_dtype(g, _GRADS, "grad_sumsq", f"grads[{i}]")
         good = g.is_contiguous() and g.device == grads[0].device
         _require(good, "grad_sumsq", f"grads[{i}]", "a contiguous tensor on the device of grads[0]", g)
-    return torch.empty(len(grads), dtype=torch.float64, device=grads[0].device if grads else "cpu")
+    return torch.empty(len(grads), dtype=torch.float64, device=grads[0].device)
 
 
 grad_sumsq = _LIBRARY.define(
@@ -158,7 +156,7 @@ Bit-equal on the CPU (any instruction set and thread count) and on CUDA; 1e20 in
 result is finite exactly when every element of its tensor is.
 
 Args:
-    grads: float32, bfloat16 or float16, contiguous, all on one device.
+    grads: One or more, float32, bfloat16 or float16, contiguous, all on one device.
     threads: 0 takes `torch.get_num_threads()`.
 
 Returns:

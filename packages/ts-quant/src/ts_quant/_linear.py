@@ -10,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any, cast
 
 import torch
-from ts_core import registry
+
+from .codecs import decode
 
 __all__ = ["linear"]
 
@@ -53,7 +54,7 @@ def _decode_as(packed: tuple[torch.Tensor, ...], layout: Any, dtype: torch.dtype
     tensors = dict(zip(names, packed, strict=True))
     # From fp32 one rounding is all there is; from a shorter dtype the plain module would round twice.
     first = dtype if presented is torch.float32 else presented
-    return registry.codec(codec).decode(tensors, shape, first, block_size).to(dtype)
+    return decode(tensors, codec, shape, first, block_size).to(dtype)
 
 
 def linear(

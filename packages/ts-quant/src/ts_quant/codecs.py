@@ -15,7 +15,7 @@ from ts_core.errors import ArgumentError, ArgumentTypeError, message
 
 from ._ops import FLOATS, INT8, NF4, Format, check_block_size
 
-__all__ = ["BlockCodec", "INT8_CODEC", "NF4_CODEC"]
+__all__ = ["INT8_CODEC", "NF4_CODEC", "BlockCodec", "decode"]
 
 Packed = dict[str, torch.Tensor]
 
@@ -180,3 +180,21 @@ INT8_CODEC = BlockCodec(INT8)
 
 for _codec in (NF4_CODEC, INT8_CODEC):
     registry.register_codec(_codec)
+
+
+def decode(
+    packed: Packed,
+    codec: str,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    block_size: int,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Decode packed tensors to any floating dtype; those without a kernel go through fp32."""
+    found = registry.codec(codec)
+    if dtype in FLOATS:
+        return found.decode(packed, shape, dtype, block_size, out)
+    if not dtype.is_floating_point:
+        raise ArgumentTypeError(message("dequantize", "dtype", "a floating dtype", dtype_name(dtype)))
+    exact = found.decode(packed, shape, torch.float32, block_size)
+    return exact.to(dtype) if out is None else out.copy_(exact)

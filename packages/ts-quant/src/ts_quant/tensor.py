@@ -6,6 +6,7 @@ decodes again there; moves, copies and views of whole rows act on the packed byt
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -16,7 +17,7 @@ from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, StateError, message
 
 from ._linear import linear
-from ._ops import FLOATS
+from .codecs import decode
 
 __all__ = ["QuantizedTensor"]
 
@@ -184,6 +185,10 @@ class QuantizedTensor(torch.Tensor):
         packed = {name.removeprefix(_PREFIX): tensor for name, tensor in inner.items()}
         return QuantizedTensor(packed, codec, outer_size, dtype, block_size)
 
+    def _stable_hash_for_caching(self) -> str:
+        """Name what compiled code depends on, for torch.compile's cache."""
+        return repr((self.codec, tuple(self.shape), self.dtype, self.block_size, self._names))
+
     @classmethod
     def __torch_function__(
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
@@ -244,50 +249,30 @@ def _decoded(value: Any) -> Any:
     return value.dequantize() if isinstance(value, QuantizedTensor) else value
 
 
-def decode(
-    packed: Packed,
-    codec: str,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    block_size: int,
-    out: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """Decode packed tensors to any floating dtype; those without a kernel go through fp32."""
-    found = registry.codec(codec)
-    if dtype in FLOATS:
-        return found.decode(packed, shape, dtype, block_size, out)
-    if not dtype.is_floating_point:
-        raise ArgumentTypeError(message("dequantize", "dtype", "a floating dtype", dtype_name(dtype)))
-    exact = found.decode(packed, shape, torch.float32, block_size)
-    return exact.to(dtype) if out is None else out.copy_(exact)
-
-
 def _check(
-    packed: Mapping[str, torch.Tensor], codec: str, shape: tuple[int, ...], dtype: torch.dtype, block_size: int
+    packed: Mapping[str, Any], codec: str, shape: tuple[Any, ...], dtype: Any, block_size: Any
 ) -> None:
     function = "QuantizedTensor.from_packed"
-    numel = 1
-    for size in shape:
-        if type(size) is not int or size < 0:
-            raise ArgumentError(message(function, "shape", "integers >= 0", shape))
-        numel *= size
+    if any(type(size) is not int or size < 0 for size in shape):
+        raise ArgumentError(message(function, "shape", "integers >= 0", shape))
     if type(block_size) is not int or block_size < 2 or block_size % 2:
         raise ArgumentError(message(function, "block_size", "an even integer >= 2", block_size))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentTypeError(message(function, "dtype", "a floating dtype", str(dtype)))
-    layout: Mapping[str, tuple[torch.dtype, int]] | None = None
-    found = registry.codec(codec)
-    if hasattr(found, "layout"):
-        layout = found.layout(numel, block_size)
-    if layout is None:
+    for name, tensor in packed.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise ArgumentTypeError(message(function, f"packed[{name!r}]", "a tensor", type(tensor).__name__))
+    found: Any = registry.codec(codec)
+    if not hasattr(found, "layout"):  # a codec from elsewhere checks when it decodes
         return
+    layout = found.layout(math.prod(shape), block_size)
     if set(packed) != set(layout):
         raise ArgumentError(message(function, "packed", f"the tensors {sorted(layout)}", str(sorted(packed))))
     device = next(iter(packed.values())).device
     for name, (kind, count) in layout.items():
         tensor = packed[name]
-        if not isinstance(tensor, torch.Tensor) or tensor.dtype != kind:
-            given = dtype_name(tensor.dtype) if isinstance(tensor, torch.Tensor) else type(tensor).__name__
+        if tensor.dtype != kind:
+            given = dtype_name(tensor.dtype)
             raise ArgumentTypeError(message(function, f"packed[{name!r}]", dtype_name(kind), given))
         if tuple(tensor.shape) != (count,) or not tensor.is_contiguous() or tensor.device != device:
             raise ArgumentError(
@@ -428,12 +413,58 @@ def _copy_(func: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
     return self
 
 
+def _rows(self: QuantizedTensor, start: int, length: int) -> Packed | None:
+    """Cut rows along dimension 0 out of the packed bytes, if they begin and end between blocks."""
+    found: Any = registry.codec(self.codec)
+    if not hasattr(found, "narrow"):
+        return None
+    return cast("Packed | None", found.narrow(self.packed, tuple(self.shape), start, length, self.block_size))
+
+
 @_on(_aten.select.int)
 def _select(func: Any, self: QuantizedTensor, dim: int, index: int) -> torch.Tensor:
-    found: Any = registry.codec(self.codec)
     rows = self.shape[0]
-    if dim % self.dim() == 0 and -rows <= index < rows and hasattr(found, "narrow"):
-        row = found.narrow(self.packed, tuple(self.shape), index % rows, 1, self.block_size)
+    if dim % self.dim() == 0 and -rows <= index < rows:
+        row = _rows(self, index % rows, 1)
         if row is not None:
             return self._like(row, shape=self.shape[1:])
     return cast(torch.Tensor, func(self.dequantize(), dim, index))
+
+
+@_on(_aten.slice.Tensor)
+def _slice(
+    func: Any,
+    self: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> torch.Tensor:
+    if dim % self.dim() == 0 and step == 1:
+        first, last, _ = slice(start, end).indices(self.shape[0])
+        length = max(last - first, 0)
+        cut = _rows(self, first, length)
+        if cut is not None:
+            return self._like(cut, shape=(length, *self.shape[1:]))
+    return cast(torch.Tensor, func(self.dequantize(), dim, start, end, step))
+
+
+@_on(_aten.unbind.int)
+def _unbind(func: Any, self: QuantizedTensor, dim: int = 0) -> list[torch.Tensor]:
+    if dim % self.dim() == 0 and self.shape[0] and _rows(self, 0, 1) is not None:
+        return [_select(_aten.select.int, self, 0, index) for index in range(self.shape[0])]
+    return cast(list[torch.Tensor], func(self.dequantize(), dim))
+
+
+# Values are packed in row-major order: another shape of as many elements has the same bytes.
+@_on(_aten.view.default, _aten._unsafe_view.default)
+def _view(func: Any, self: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
+    return self._like(self.packed, shape=torch.empty(self.shape, device="meta").view(size).shape)
+
+
+@_on(_aten.expand.default)
+def _expand(func: Any, self: QuantizedTensor, size: Sequence[int], *, implicit: bool = False) -> torch.Tensor:
+    same = len(size) == self.dim() and all(
+        wanted in (-1, there) for wanted, there in zip(size, self.shape, strict=True)
+    )
+    return self._like(self.packed) if same else self.dequantize().expand(*size)

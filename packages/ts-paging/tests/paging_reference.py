@@ -1,4 +1,4 @@
-"""What the package must do, in plain PyTorch: the tests compare against these, which import nothing of ours."""
+"""What the package must do, in plain PyTorch: what the tests compare with; imports nothing of ours."""
 
 import torch
 

@@ -21,7 +21,7 @@ def host(tensor, pinned):
     if not pinned or not tensor.numel():
         return tensor.clone()
     memory = pinned_empty(tensor.nbytes).view(tensor.dtype).view(tensor.shape)
-    return memory.copy_(tensor) if tensor.dtype != torch.bool else memory.copy_(tensor)
+    return memory.copy_(tensor)
 
 
 @pytest.fixture(scope="module")

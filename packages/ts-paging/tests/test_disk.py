@@ -60,7 +60,7 @@ def test_any_layout_is_stored_and_read_into_any_layout(store, tensor, transposed
     )
 )
 def test_sequences_equal_a_dict(store, steps):
-    for key in store.keys():
+    for key in store:
         store.delete(key)
     model, running, reserved = ModelStore(), [], {}
     for what, key, size, seed in steps:
@@ -161,7 +161,7 @@ def test_the_budget_is_a_hard_limit(steps):
                 store.write(key, tensor)
                 model[key], reserved = tensor, after
             else:
-                with pytest.raises(StorageError, match="bytes wanted.*bytes free.*budget") as seen:
+                with pytest.raises(StorageError, match=r"bytes wanted.*bytes free.*budget") as seen:
                     store.write(key, tensor)
                 assert str(store.folder.parent) in str(seen.value)
             assert store.used_bytes == sum(reserved.values())

@@ -69,7 +69,7 @@ def test_a_file_cut_short_is_told(direct, left):
         store.write("x", torch.ones(5000))
         (file,) = store.folder.glob("*.bin")
         os.truncate(file, left)
-        with pytest.raises(StorageError, match="expected 20[0-9]{3} bytes, got .*the file ends there"):
+        with pytest.raises(StorageError, match=r"expected \d+ bytes, got \d+ .*the file ends there"):
             store.read("x")
 
 

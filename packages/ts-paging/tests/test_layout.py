@@ -6,6 +6,7 @@ from paging_reference import DTYPES, assert_same_bits, bits, random_bits
 
 from ts_core.errors import ArgumentTypeError
 from ts_core.testing import shapes
+from ts_paging import CopyEngine
 from ts_paging.layout import copy_exactly, flat_bytes, is_dense, layout_of, stored_form
 
 small = shapes(min_dims=0, max_dims=4, min_side=0, max_side=5, max_numel=200)
@@ -85,7 +86,26 @@ def test_what_has_no_bytes_here_is_refused(bad):
 
 
 def test_a_wrapper_of_tensors_is_refused():
-    from torch.testing._internal.two_tensor import TwoTensor
+    class Wrapper(torch.Tensor):
+        @staticmethod
+        def __new__(cls, inner):
+            made = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+            made.inner = inner
+            return made
 
+        def __tensor_flatten__(self):
+            return ["inner"], None
+
+        @staticmethod
+        def __tensor_unflatten__(tensors, *_):
+            return Wrapper(tensors["inner"])
+
+        @classmethod
+        def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+            raise NotImplementedError(func)
+
+    wrapper = Wrapper(torch.ones(2))
     with pytest.raises(ArgumentTypeError, match="one by one"):
-        stored_form(TwoTensor(torch.ones(2), torch.ones(2)), "f")
+        stored_form(wrapper, "f")
+    with CopyEngine() as engine, pytest.raises(ArgumentTypeError, match="one by one"):
+        engine.h2d(wrapper, torch.ones(2))

@@ -65,9 +65,8 @@ def test_a_refused_page_lock_falls_back_with_one_warning(simulated, n):
     _C.fail_pinned_after(n)
     buffers = [allocator.empty(PAGE) for _ in range(n)]
     assert allocator.pinned
-    with pytest.warns(
-        RuntimeWarning, match=rf"refused by a test hook.*{4 * n or '0 B'}.*4.00 KiB are not"
-    ) as seen:
+    told = rf"refused by a test hook.*{4 * n or '0 B'}.*4.00 KiB are not"
+    with pytest.warns(RuntimeWarning, match=told) as seen:
         buffers.append(allocator.empty(PAGE))
     assert len(seen) == 1
     _C.fail_pinned_after(0)

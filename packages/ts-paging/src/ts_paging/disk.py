@@ -6,6 +6,7 @@ import errno
 import math
 import os
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -152,6 +153,10 @@ class DiskStore:
     def __len__(self) -> int:
         """Count the keys."""
         return len(self._entries)
+
+    def __iter__(self) -> Iterator[str]:
+        """Go through the keys, oldest first, as they are now."""
+        return iter(self.keys())
 
     def keys(self) -> list[str]:
         """List the keys, oldest first."""

@@ -1,6 +1,5 @@
 import pytest
 import torch
-
 from ts_quant import _C
 
 

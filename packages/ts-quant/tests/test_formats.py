@@ -8,7 +8,6 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ts_core.testing import assert_bit_equal, assert_near, devices, float_tensors, make_tensor, shapes
-
 from ts_quant import _C, reference
 from ts_quant._ops import INT8, NF4
 from ts_quant.reference import NF4_LEVELS, NF4_THRESHOLDS
@@ -70,7 +69,7 @@ def test_unaligned_memory(name, device, isa, dtype, offset):
 
 @pytest.mark.parametrize("name", FORMATS)
 def test_thread_count_changes_nothing(name):
-    layout, encode, decode = FORMATS[name]
+    _, encode, decode = FORMATS[name]
     x = make_tensor((300_001,), dtype=torch.bfloat16, flavour="mixed_scale")
     want, want_absmax = encode(x, 64)
     native = getattr(_C, f"quantize_{name}"), getattr(_C, f"dequantize_{name}")
@@ -169,13 +168,13 @@ def test_nf4_is_bit_identical_to_bitsandbytes(bnb, isa, data):
     codes, absmax = NF4.quantize(x, block_size)
     assert_bit_equal(codes, want.flatten())
     assert_bit_equal(absmax, state.absmax)
-    # Decoded flat: its CPU decode is wrong for rows that are no multiple of the block.
-    state.shape = torch.Size([x.numel()])
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    # Decoded flat: its CPU decode is wrong for rows that are no multiple of the block. Other sizes than these
+    # it hands to a function that it compiles, which takes a minute.
+    if x.numel() % 2 == 0 and block_size < 2048 and x.numel():
+        state.shape = torch.Size([x.numel()])
         theirs = bnb.dequantize_4bit(want, state)
-    got = NF4.dequantize(codes, absmax, (x.numel(),), x.dtype, block_size)
-    assert torch.equal(got, theirs.reshape(-1)) or block_size >= 2048 or x.numel() % 2
+        got = NF4.dequantize(codes, absmax, (x.numel(),), x.dtype, block_size)
+        assert torch.equal(got, theirs.reshape(-1))
 
 
 def test_nf4_large_draw_is_bit_identical_to_bitsandbytes(bnb):

@@ -1,4 +1,4 @@
-"""Training through packed weights: gradients of the decoded weight, and only packed bytes kept for backward."""
+"""Training through packed weights: gradients of the decoded weight, only packed bytes kept for backward."""
 
 import pytest
 import torch
@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from ts_core.testing import assert_bit_equal, devices, make_tensor
-
 from ts_quant import QuantizedTensor, quantize
 
 CODECS = ("nf4", "int8")

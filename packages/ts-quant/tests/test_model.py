@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from torch import nn
 from ts_core.errors import ArgumentError, ArgumentTypeError, DoesNotFitError, OptionError
 from ts_core.testing import assert_bit_equal, seeded
-
 from ts_quant import QuantizedTensor, codecs, quantize, quantize_model
 
 
@@ -210,7 +209,7 @@ def test_accepted_pin_budgets(model, pin_budget):
 
 
 def test_no_module():
-    with pytest.raises(ArgumentTypeError, match="nn.Module"):
+    with pytest.raises(ArgumentTypeError, match=r"nn\.Module"):
         quantize_model([nn.Linear(2, 2)])
 
 

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from ts_core.errors import ArgumentError, ArgumentTypeError
 from ts_core.testing import devices, opcheck_all
-
 from ts_quant import _C
 from ts_quant._ops import INT8, NF4, check_block_size
 

@@ -11,12 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import ts_quant
 from hypothesis import given
 from hypothesis import strategies as st
 from ts_core import registry, runtime
 from ts_core.testing import make_tensor
-
-import ts_quant
 from ts_quant import _C
 from ts_quant.codecs import INT8_CODEC, NF4_CODEC
 

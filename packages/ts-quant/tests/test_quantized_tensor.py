@@ -13,7 +13,6 @@ from torch.utils.data import DataLoader
 from ts_core import registry
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError, StateError
 from ts_core.testing import assert_bit_equal, devices, float_tensors, make_tensor, shapes
-
 from ts_quant import QuantizedTensor, dequantize, quantize, reference
 
 CODECS = ("nf4", "int8")

@@ -1,7 +1,7 @@
 r"""`F.linear` with a packed weight: decode, multiply, forget; decode again in backward.
 
-$y = x \hat W^T + b$, $\partial x = \partial y\, \hat W$, $\partial b = \sum \partial y$. The weight is frozen, so
-between forward and backward only the packed tensors are alive, which the parameter holds anyway.
+$y = x \hat W^T + b$, $\partial x = \partial y\, \hat W$, $\partial b = \sum \partial y$. The weight is
+frozen, so between forward and backward only the packed tensors are alive, which the parameter holds anyway.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _PackedLinear(torch.autograd.Function):
         return torch.nn.functional.linear(x, weight, bias)
 
     @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
         """Decode again and multiply the other way."""
         grad_x = grad_bias = None
         if ctx.needs_input_grad[0]:

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from ts_core import registry
 from ts_core.errors import ArgumentTypeError, message
-from ts_core.options import integer, not_yet
+from ts_core.options import choice, integer, not_yet
 
 from .tensor import QuantizedTensor
 
@@ -20,7 +20,7 @@ def find_codec(option: str, value: Any) -> registry.Codec:
     """Return the codec of a name; codecs that are planned but not there say so."""
     if isinstance(value, str) and value in _LATER and value not in registry.codecs():
         not_yet(option, value, registry.codecs())
-    return registry.codec(value)
+    return registry.codec(choice(option, value, registry.codecs()))
 
 
 def quantize(

@@ -6,12 +6,12 @@ row-major order, $a_b = \max_i |x_i|$ in fp32.
 **int8.** $s_b = a_b / 127$, $q_i = \mathrm{clamp}(\mathrm{round}(x_i / s_b), -127, 127)$ with ties to even,
 $\hat x_i = q_i s_b$. Where $s_b = 0$ (a block of zeros, or one so small that the scale is 0), $q_i = 0$.
 
-**nf4.** $v_i = x_i \cdot (1 / d_b)$ with $d_b = \max(a_b, 10^{-38})$; the code is the number of thresholds below
-$v_i$, the thresholds being the midpoints of neighbouring levels, so a tie goes to the lower level;
-$\hat x_i = \mathrm{level}(q_i)\, a_b$. A last block that is not complete divides, $v_i = x_i / d_b$, and stores
-$d_b$ in place of $a_b$. Two codes share a byte, the first in the high nibble; after an odd number of elements
-the low nibble is 7. These are the bits of bitsandbytes 0.50's CPU path (its CUDA path multiplies in the
-incomplete block too, and gives code 0 to blocks of zeros).
+**nf4.** $v_i = x_i \cdot (1 / d_b)$ with $d_b = \max(a_b, 10^{-38})$; the code is the number of thresholds
+below $v_i$, the thresholds being the midpoints of neighbouring levels, so a tie goes to the lower level;
+$\hat x_i = \mathrm{level}(q_i)\, a_b$. A last block that is not complete divides, $v_i = x_i / d_b$, and
+stores $d_b$ in place of $a_b$. Two codes share a byte, the first in the high nibble; after an odd number of
+elements the low nibble is 7. These are the bits of bitsandbytes 0.50's CPU path (its CUDA path multiplies in
+the incomplete block too, and gives code 0 to blocks of zeros).
 
 Levels: QLoRA, arXiv:2305.14314, appendix E.
 """

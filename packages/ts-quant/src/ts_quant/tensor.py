@@ -61,6 +61,7 @@ class QuantizedTensor(torch.Tensor):
         """Wrap packed tensors, unchecked; `from_packed` checks them.
 
         Args:
+            cls: The class.
             packed: The codec's tensors by name; kept, not copied.
             codec: Name of the codec.
             shape: Shape that is presented.
@@ -79,7 +80,7 @@ class QuantizedTensor(torch.Tensor):
         self._names = tuple(packed)
         for name, tensor in packed.items():
             setattr(self, _PREFIX + name, tensor)
-        return cast(QuantizedTensor, self)
+        return self
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is left to do after `__new__`."""
@@ -123,7 +124,7 @@ class QuantizedTensor(torch.Tensor):
         """Bytes of the packed tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.packed.values())
 
-    def dequantize(  # type: ignore[override]
+    def dequantize(
         self, dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Decode; see `ts_quant.dequantize`.
@@ -147,7 +148,7 @@ class QuantizedTensor(torch.Tensor):
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> QuantizedTensor:
         return self._like({name: function(tensor) for name, tensor in self.packed.items()}, **changes)
 
-    def __repr__(self, *, tensor_contents: object = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is in one line, without its values."""
         return (
             f"QuantizedTensor({self.codec}, shape={tuple(self.shape)}, dtype={dtype_name(self.dtype)}, "
@@ -206,7 +207,7 @@ class QuantizedTensor(torch.Tensor):
             return func(*args, **kwargs)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run an operation on the packed bytes if it is one of moving, else on decoded tensors."""

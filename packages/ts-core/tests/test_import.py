@@ -38,8 +38,17 @@ new = {{name.split(".")[0] for name in set(sys.modules) - before}}
 print(" ".join(sorted(new)))
 """
     new = set(run(code).split())
-    assert {"ts_core", "psutil"} <= new
-    assert not new & {"pytest", "hypothesis", "numpy", "transformers", "peft", "ts_quant", "trainstream"}
+    assert "ts_core" in new
+    assert not new & {
+        "pytest",
+        "hypothesis",
+        "numpy",
+        "psutil",
+        "transformers",
+        "peft",
+        "ts_quant",
+        "trainstream",
+    }
 
 
 def test_testing_without_its_tools_says_what_to_install():

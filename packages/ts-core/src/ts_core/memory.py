@@ -16,7 +16,6 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 
 from ._cgroup import CgroupLimit, cgroup_limit, read_text
@@ -189,6 +188,8 @@ def _machine(root: str | Path) -> tuple[int, int, str]:
     if total:
         return total, total, "MemTotal"
     try:
+        import psutil  # here, since it is rarely needed and a third of this package's import time
+
         memory = psutil.virtual_memory()
         return int(memory.total), int(memory.available), "psutil"
     except Exception:  # psutil reads /proc too, and what it raises when it cannot depends on the system

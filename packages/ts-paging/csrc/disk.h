@@ -35,7 +35,8 @@ class IoPool {
  public:
   IoPool(int threads, int64_t chunk_bytes);
   ~IoPool() { close(); }
-  // The file is opened here (never through a link); the memory must live until the job is finished.
+  // The file is opened (never through a link) when its turn comes; the memory must live until the
+  // job is finished.
   std::shared_ptr<Job> submit(const IoSpec& spec);
   // Fails what has not begun, finishes what has, joins the threads.
   void close();

@@ -211,6 +211,22 @@ def test_threads_may_share_a_store(tmp_path):
     assert results == [True] * 80
 
 
+def test_a_long_queue_does_not_use_up_the_descriptors(tmp_path):
+    import resource
+
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    in_use = len(os.listdir("/proc/self/fd"))  # noqa: PTH208
+    with DiskStore(tmp_path, threads=2) as store:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (in_use + 20, before[1]))
+        try:
+            tickets = [store.write_async(str(i), torch.full((2000,), float(i))) for i in range(100)]
+            for ticket in tickets:
+                ticket.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, before)
+        assert [float(store.read(str(i)).mean()) for i in range(100)] == list(range(100))
+
+
 def test_close_ends_it(tmp_path):
     store = DiskStore(tmp_path)
     tickets = [store.write_async(str(i), torch.zeros(200_000)) for i in range(20)]

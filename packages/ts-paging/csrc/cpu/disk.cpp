@@ -145,6 +145,7 @@ bool takes_direct_io(int directory) {
 
 struct IoPool::Request {
   IoSpec spec;
+  std::once_flag opening;
   int fd = -1;
   int64_t chunks = 0;
   int64_t next = 0;  // under the pool's mutex
@@ -155,13 +156,23 @@ struct IoPool::Request {
   ~Request() {
     if (fd >= 0) ::close(fd);
   }
+  // By the first thread that works on it: a long queue must not use up the descriptors.
+  void open() {
+    std::call_once(opening, [this] {
+      const int flags = (spec.write ? O_RDWR : O_RDONLY) | O_NOFOLLOW | O_CLOEXEC;
+      fd = openat(spec.directory, spec.name.c_str(), flags | (spec.direct ? O_DIRECT : 0));
+      if (fd < 0)
+        fail({Failure::kStorage, errno, "[disk] opening " + spec.path + ": " + strerror(errno),
+              spec.path});
+    });
+  }
   void fail(Failure failure) {
     if (!failed.exchange(true)) first = std::move(failure);
   }
   // Called once for each chunk; the last one settles the job, when no thread touches the memory.
   void chunk_done(int64_t count) {
     if (left.fetch_sub(count, std::memory_order_acq_rel) != count) return;
-    ::close(fd);
+    if (fd >= 0) ::close(fd);
     fd = -1;
     if (failed.load())
       job->fail(std::move(first));
@@ -182,13 +193,6 @@ std::shared_ptr<Job> IoPool::submit(const IoSpec& spec) {
   const std::shared_ptr<Job> job = request->job;
   if (spec.bytes == 0) {
     job->complete();
-    return job;
-  }
-  const int flags = (spec.write ? O_RDWR : O_RDONLY) | O_NOFOLLOW | O_CLOEXEC;
-  request->fd = openat(spec.directory, spec.name.c_str(), flags | (spec.direct ? O_DIRECT : 0));
-  if (request->fd < 0) {
-    job->fail({Failure::kStorage, errno, "[disk] opening " + spec.path + ": " + strerror(errno),
-               spec.path});
     return job;
   }
   request->chunks = (spec.bytes + chunk_ - 1) / chunk_;
@@ -215,6 +219,7 @@ void IoPool::loop() {
     const int64_t index = request->next++;
     if (request->next == request->chunks) queue_.pop_front();
     lock.unlock();
+    if (!request->failed.load()) request->open();
     if (!request->failed.load()) {
       const int64_t begin = index * chunk_;
       try {

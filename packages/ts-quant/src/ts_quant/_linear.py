@@ -62,7 +62,7 @@ def linear(
     bias: torch.Tensor | None,
     packed: Mapping[str, torch.Tensor],
     codec: str,
-    shape: torch.Size,
+    shape: tuple[int, ...],
     dtype: torch.dtype,
     block_size: int,
 ) -> torch.Tensor:
@@ -90,5 +90,7 @@ def linear(
         bias = None if bias is None else bias.to(cast_to)
     elif x.dtype != dtype:
         raise RuntimeError(f"expected input and weight of one dtype, got {x.dtype} and {dtype}")
-    layout = (codec, tuple(shape), dtype, block_size, tuple(packed))
+    layout = (codec, shape, dtype, block_size, tuple(packed))
+    if not torch.is_grad_enabled() or not (x.requires_grad or (bias is not None and bias.requires_grad)):
+        return torch.nn.functional.linear(x, _decode_as(tuple(packed.values()), layout, x.dtype), bias)
     return cast(torch.Tensor, _PackedLinear.apply(x, bias, *layout, *packed.values()))  # type: ignore[no-untyped-call]

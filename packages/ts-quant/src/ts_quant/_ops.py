@@ -93,6 +93,11 @@ def _check_packed(
 _LIBRARY = OpLibrary("ts_quant")
 
 
+# The native functions check everything again, so a call that is right pays for one check only: the Python
+# checks below word the error after a refusal, and stand alone where there is no native call (fake kernels).
+_REFUSALS = (ValueError, TypeError)
+
+
 def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, decode: Any) -> Format:
     """Declare the three operations of one format on top of its two native functions."""
 
@@ -100,13 +105,18 @@ def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, deco
         _check_float(f"quantize_{name}", "x", x.dtype)
         check_block_size(f"quantize_{name}", block_size)
 
-    def fake_quantize(x: torch.Tensor, block_size: int) -> Pair:
+    def empty_pair(x: torch.Tensor, block_size: int) -> Pair:
         n = x.numel()
         codes = torch.empty(-(-n // per_byte), dtype=code_dtype, device=x.device)
         return codes, torch.empty(-(-n // block_size), dtype=torch.float32, device=x.device)
 
+    def fake_quantize(x: torch.Tensor, block_size: int) -> Pair:
+        check_quantize(x, block_size)
+        return empty_pair(x, block_size)
+
     def run_quantize(x: torch.Tensor, block_size: int) -> Pair:
-        codes, absmax = fake_quantize(x, block_size)
+        check_quantize(x, block_size)
+        codes, absmax = empty_pair(x, block_size)
         encode(x.contiguous(), codes, absmax, block_size)
         return codes, absmax
 
@@ -128,6 +138,7 @@ def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, deco
         dtype: torch.dtype,
         block_size: int,
     ) -> torch.Tensor:
+        check_dequantize(codes, absmax, shape, dtype, block_size)
         return torch.empty(shape, dtype=dtype, device=codes.device)
 
     def run_dequantize(
@@ -137,8 +148,15 @@ def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, deco
         dtype: torch.dtype,
         block_size: int,
     ) -> torch.Tensor:
+        # Before memory is taken for a shape that does not fit.
+        if codes.numel() != -(-math.prod(shape) // per_byte):
+            check_dequantize(codes, absmax, shape, dtype, block_size)
         out = torch.empty(shape, dtype=dtype, device=codes.device)
-        decode(codes, absmax, out, block_size)
+        try:
+            decode(codes, absmax, out, block_size)
+        except _REFUSALS:
+            check_dequantize(codes, absmax, shape, dtype, block_size)
+            raise
         return out
 
     def check_out(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int) -> None:
@@ -150,11 +168,12 @@ def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, deco
             raise ArgumentError(message(function, "out", f"a tensor on {codes.device}", str(out.device)))
         _check_packed(function, codes, absmax, out.numel(), block_size, code_dtype, per_byte)
 
-    def fake_out(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int) -> None:
-        return None
-
     def run_out(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int) -> None:
-        decode(codes, absmax, out, block_size)
+        try:
+            decode(codes, absmax, out, block_size)
+        except _REFUSALS:
+            check_out(codes, absmax, out, block_size)
+            raise
 
     packed = "Tensor codes, Tensor absmax"
     return Format(
@@ -165,19 +184,16 @@ def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, deco
             f"quantize_{name}(Tensor x, int block_size) -> (Tensor codes, Tensor absmax)",
             cpu=run_quantize,
             fake=fake_quantize,
-            check=check_quantize,
         ),
         _LIBRARY.define(
             f"dequantize_{name}({packed}, SymInt[] shape, ScalarType dtype, int block_size) -> Tensor",
             cpu=run_dequantize,
             fake=fake_dequantize,
-            check=check_dequantize,
         ),
         _LIBRARY.define(
             f"dequantize_{name}_out({packed}, Tensor(a!) out, int block_size) -> ()",
             cpu=run_out,
-            fake=fake_out,
-            check=check_out,
+            fake=check_out,
         ),
     )
 

@@ -47,7 +47,10 @@ class QuantizedTensor(torch.Tensor):
 
     codec: str
     block_size: int
+    # What the tensor presents, kept here as well: reading .shape or .dtype goes through __torch_function__.
     _names: tuple[str, ...]
+    _shape: tuple[int, ...]
+    _dtype: torch.dtype
 
     @staticmethod
     def __new__(
@@ -78,6 +81,8 @@ class QuantizedTensor(torch.Tensor):
         self.codec = codec
         self.block_size = block_size
         self._names = tuple(packed)
+        self._shape = tuple(shape)
+        self._dtype = dtype
         for name, tensor in packed.items():
             setattr(self, _PREFIX + name, tensor)
         return self
@@ -137,12 +142,12 @@ class QuantizedTensor(torch.Tensor):
             A plain tensor; `out` if given.
         """
         if dtype is None:
-            dtype = self.dtype if out is None else out.dtype
+            dtype = self._dtype if out is None else out.dtype
         with torch.no_grad():
-            return decode(self.packed, self.codec, tuple(self.shape), dtype, self.block_size, out)
+            return decode(self.packed, self.codec, self._shape, dtype, self.block_size, out)
 
     def _like(self, packed: Mapping[str, torch.Tensor], **changes: Any) -> QuantizedTensor:
-        shape, dtype = changes.get("shape", self.shape), changes.get("dtype", self.dtype)
+        shape, dtype = changes.get("shape", self._shape), changes.get("dtype", self._dtype)
         return QuantizedTensor(packed, self.codec, shape, dtype, self.block_size)
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> QuantizedTensor:
@@ -161,7 +166,7 @@ class QuantizedTensor(torch.Tensor):
             return cast(QuantizedTensor, memo[id(self)])
         copied = self._each(torch.clone)
         memo[id(self)] = copied
-        own = {"codec", "block_size", "_names", *(_PREFIX + name for name in self._names)}
+        own = {"codec", "block_size", "_names", "_shape", "_dtype", *(_PREFIX + name for name in self._names)}
         for key, value in self.__dict__.items():
             if key not in own:
                 setattr(copied, key, value)
@@ -199,7 +204,7 @@ class QuantizedTensor(torch.Tensor):
         if func is torch.nn.functional.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
             if isinstance(weight, cls) and not isinstance(x, cls) and not isinstance(bias, cls):
-                layout = (weight.codec, weight.shape, weight.dtype, weight.block_size)
+                layout = (weight.codec, weight._shape, weight._dtype, weight.block_size)
                 return linear(x, bias, weight.packed, *layout)
         elif func in _GUARDED:
             _GUARDED[func](*args[1:], **kwargs)

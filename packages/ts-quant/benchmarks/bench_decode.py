@@ -1,0 +1,163 @@
+"""Decoding (and encoding) beside bitsandbytes, the PyTorch expression and a copy of the decoded bytes.
+
+    python bench_decode.py [--device cuda] [--rows 13824 --columns 5120] [--dtype bfloat16] [--out FILE]
+
+JSON lines: one with the machine and the versions, then one per codec and contender with the median and the
+best time in milliseconds. Contenders take turns, so a busy machine slows all of them. `gb_per_s` counts bytes
+read and written, `copy_frac` relates it to the copy's. "out" contenders write into a buffer that exists; the
+others allocate their result, as bitsandbytes' function does, which on a CPU costs page faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import json
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from ts_quant import _C, dequantize, quantize, reference
+
+BLOCK_SIZE = 64
+
+
+def expression(
+    codec: str, packed: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dtype
+) -> Callable:
+    """What one would write in PyTorch without kernels."""
+    absmax, codes = packed["absmax"].unsqueeze(1), packed["codes"]
+    if codec == "int8":
+        return lambda: (codes.view(-1, BLOCK_SIZE) * (absmax / 127)).to(dtype).view(shape)
+    levels = torch.tensor(reference.NF4_LEVELS, device=codes.device)
+    pairs = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), dim=1)  # by byte
+    return lambda: (pairs[codes.int()].view(-1, BLOCK_SIZE) * absmax).to(dtype).view(shape)
+
+
+def bitsandbytes(x: torch.Tensor) -> dict[str, Callable]:
+    """Their decode and encode, if they are installed."""
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):
+            import bitsandbytes.functional as theirs
+    except ImportError:
+        return {}
+    codes, state = theirs.quantize_4bit(x, blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=False)
+    return {
+        "bitsandbytes": lambda: theirs.dequantize_4bit(codes, state),
+        "bitsandbytes encode": lambda: theirs.quantize_4bit(
+            x, blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=False
+        ),
+    }
+
+
+def contenders(x: torch.Tensor, codec: str) -> tuple[dict[str, Callable], int]:
+    """Return the calls to time, and the bytes of the packed tensor."""
+    qt = quantize(x, codec, block_size=BLOCK_SIZE)
+    out = torch.empty_like(x)
+    calls = {
+        "copy out": lambda: out.copy_(x),
+        "ts_quant out": lambda: dequantize(qt, out=out),
+        "ts_quant": lambda: dequantize(qt),
+        "expression": expression(codec, qt.packed, x.shape, x.dtype),
+        "ts_quant encode": lambda: quantize(x, codec, block_size=BLOCK_SIZE),
+    }
+    if codec == "nf4":
+        calls |= bitsandbytes(x)
+    return calls, qt.packed_bytes
+
+
+def time_ms(call: Callable, device: str) -> float:
+    """Time of one call: CUDA events, or the wall clock."""
+    if device == "cpu":
+        begin = time.perf_counter()
+        call()
+        return (time.perf_counter() - begin) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize()
+    start.record()
+    call()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
+
+
+def machine(device: str) -> dict[str, object]:
+    """Hardware and versions."""
+    name = platform.processor()
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), name)
+    found: dict[str, object] = {
+        "cpu": name,
+        "threads": torch.get_num_threads(),
+        "isa": _C.isa(),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
+    if device == "cuda":
+        found |= {"gpu": torch.cuda.get_device_name(), "cuda": torch.version.cuda}
+    with contextlib.suppress(ImportError), contextlib.redirect_stderr(io.StringIO()):
+        import bitsandbytes as theirs
+
+        found["bitsandbytes"] = theirs.__version__
+    return found
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--rows", type=int, default=13824)
+    parser.add_argument("--columns", type=int, default=5120)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--codecs", nargs="+", default=["nf4", "int8"])
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--slow-rounds", type=int, default=3, help="for the expression and for encoding")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
+    parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
+    parser.add_argument("--smoke", action="store_true", help="tiny, once: proves that the script runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.rows, options.columns, options.rounds, options.slow_rounds = 64, 64, 1, 1
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    print(json.dumps({"machine": machine(options.device)}), file=options.out)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(options.rows, options.columns, generator=generator)
+    x = x.to(options.device, getattr(torch, options.dtype))
+    for codec in options.codecs:
+        calls, packed_bytes = contenders(x, codec)
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for turn in range(options.rounds + 1):
+            for name, call in calls.items():
+                slow = options.device == "cpu" and ("encode" in name or name == "expression")
+                if slow and turn > options.slow_rounds:
+                    continue
+                took = time_ms(call, options.device)
+                if turn:  # the first turn warms up
+                    times[name].append(took)
+        copy_rate = 2 * x.nbytes / statistics.median(times["copy out"])
+        for name, taken in times.items():
+            median = statistics.median(taken)
+            moved = 2 * x.nbytes if name == "copy out" else x.nbytes + packed_bytes
+            row = {
+                "codec": codec,
+                "contender": name,
+                "shape": list(x.shape),
+                "dtype": options.dtype,
+                "block_size": BLOCK_SIZE,
+                "median_ms": round(median, 4),
+                "best_ms": round(min(taken), 4),
+                "gb_per_s": round(moved / median / 1e6, 2),
+                "copy_frac": round(moved / median / copy_rate, 3),
+            }
+            print(json.dumps(row), file=options.out, flush=True)
+
+
+if __name__ == "__main__":
+    main()

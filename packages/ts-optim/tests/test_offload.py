@@ -12,8 +12,6 @@ from torch import nn
 from ts_core.testing import assert_bit_equal, devices, seeded
 from ts_optim import OffloadAdamW
 
-LOOSE = {"accumulation_steps": None}
-
 
 def small_model(seed=0, device="cpu", dtype=torch.float32):
     with seeded(seed):
@@ -54,37 +52,32 @@ def train(model, optimizer, steps, *, clip=None, accumulate=1, start=0, dtype=to
     weight_decay=st.sampled_from([0.0, 0.01, 0.3]),
     clip=st.sampled_from([None, 0.1, 1e9]),
     inside=st.booleans(),
-    accumulate=st.sampled_from([1, 3]),
     seed=st.integers(0, 100),
 )
-def test_fp32_stays_within_3e_7_of_torch(
-    device, lr, betas, eps, weight_decay, clip, inside, accumulate, seed
-):
+def test_fp32_stays_within_3e_7_of_torch(device, lr, betas, eps, weight_decay, clip, inside, seed):
     options = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-    ours, theirs, exact = (small_model(seed, device, d) for d in (torch.float32, torch.float32, torch.float64))
-    own = {"max_grad_norm": clip} if inside else {}
-    a = OffloadAdamW(ours.parameters(), **options, accumulation_steps=accumulate, **own)
-    b = torch.optim.AdamW(theirs.parameters(), **options)
-    c = torch.optim.AdamW(exact.parameters(), **options)
-    train(exact, c, 20, clip=clip, accumulate=accumulate, dtype=torch.float64)
-    # The same gradients for both: a difference of one bit grows through 20 steps of a model.
+    generator = torch.Generator().manual_seed(seed)
+    start = [torch.randn(shape, generator=generator).to(device) for shape in ((33, 7), (33,), (1,), (5, 40))]
+    sets = [[nn.Parameter(w.to(d, copy=True)) for w in start] for d in (torch.float32, torch.float32, torch.float64)]
+    ours, theirs, exact = sets
+    a = OffloadAdamW(ours, **options, **({"max_grad_norm": clip} if inside else {}))
+    others = [torch.optim.AdamW(params, **options) for params in (theirs, exact)]
     for i in range(20):
-        a.zero_grad()
-        b.zero_grad()
-        for k in range(accumulate):
-            loss_of(theirs, batch(10 * i + k, device)).backward()
-        for p, q in zip(ours.parameters(), theirs.parameters(), strict=True):
-            p.grad = q.grad.clone()
-        if clip is not None:
-            norm = nn.utils.clip_grad_norm_(theirs.parameters(), clip)
-            if not inside:
-                nn.utils.clip_grad_norm_(ours.parameters(), clip)
-        a.step()
-        b.step()
+        for j, group in enumerate(zip(*sets, strict=True)):
+            grad = torch.randn(start[j].shape, generator=generator).mul_(10.0 ** (-(i + j) % 3)).to(device)
+            for p in group:
+                p.grad = grad.to(p.dtype, copy=True)
+        for k, params in enumerate(sets):
+            if clip is not None and not (k == 0 and inside):
+                norm = nn.utils.clip_grad_norm_(params, clip)
+        for optimizer in (a, *others):
+            optimizer.step()
         if clip is not None and inside:
-            assert a.last_grad_norm == pytest.approx(float(norm), rel=1e-5)
-    # One update moves a weight by about lr: that is the scale of what fp32 gradients can differ by.
-    assert worst(ours, theirs) <= max(3e-7, 3e-5 * lr)
+            assert a.last_grad_norm == pytest.approx(float(norm), rel=1e-6)
+    for p, q, r in zip(ours, theirs, exact, strict=True):
+        # Weights are about 1 and 20 updates of lr; what 20 roundings of fp32 weights add is in both.
+        assert float((p - q).abs().max()) <= 3e-7 * max(1.0, float(q.abs().max()))
+        assert float((p.double() - r).abs().max()) <= 6e-7 * max(1.0, float(r.abs().max()))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -95,7 +88,7 @@ def test_16_bit_weights_follow_their_fp32_masters(device, dtype, seed, clip):
     masters = copy.deepcopy(model).float()
     a = OffloadAdamW(model.parameters(), lr=1e-2, max_grad_norm=clip)
     b = torch.optim.AdamW(masters.parameters(), lr=1e-2)
-    for i in range(20):
+    for i in range(8):
         a.zero_grad()
         loss_of(model, batch(i, device, dtype)).backward()
         for p, q in zip(model.parameters(), masters.parameters(), strict=True):
@@ -259,7 +252,7 @@ def test_closure_is_run_with_gradients_and_its_loss_returned():
 
         for _ in range(3):
             loss = optimizer.step(closure)
-        assert float(loss) > 0.0
+        assert float(loss.detach()) > 0.0
     assert worst(ours, theirs) < 3e-7
 
 
@@ -323,7 +316,7 @@ def test_fp16_weights_train_under_a_grad_scaler_with_clipping(device):
     optimizer = OffloadAdamW(model.parameters(), lr=1e-3, max_grad_norm=1.0)
     scaler = torch.amp.GradScaler(device, init_scale=2.0**8)
     x = batch(0, device, torch.float16)
-    first = float(loss_of(model, x))
+    first = float(loss_of(model, x).detach())
     for _ in range(10):
         optimizer.zero_grad()
         loss = loss_of(model, x)
@@ -332,7 +325,7 @@ def test_fp16_weights_train_under_a_grad_scaler_with_clipping(device):
         scaler.update()
         plain = [p.grad.double() / 2.0**8 for p in model.parameters()]
         assert optimizer.last_grad_norm == pytest.approx(float(sum(g.square().sum() for g in plain)) ** 0.5)
-    assert float(loss) < first
+    assert float(loss.detach()) < first
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

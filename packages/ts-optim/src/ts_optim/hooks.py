@@ -23,10 +23,11 @@ class BackwardCounter:
 
         Args:
             limit: Accepted passes before `reset`.
-            name_of: Gives a parameter's name for the message.
+            name_of: A method that gives a parameter's name for the message.
         """
         self._limit = limit
-        self._name_of = name_of
+        # Weak: the optimizer that owns this counter must go when its last user does.
+        self._name_of = weakref.WeakMethod(name_of)
         self._counts: dict[int, int] = {}
         self._handles: dict[int, Any] = {}
 
@@ -45,9 +46,10 @@ class BackwardCounter:
     def _count(self, param: torch.Tensor) -> None:
         count = self._counts.get(id(param), 0) + 1
         self._counts[id(param)] = count
-        if count > self._limit:
+        name_of = self._name_of()
+        if count > self._limit and name_of is not None:
             raise StateError(
-                f"[OffloadAdamW] backward pass {count} since the last step() reached {self._name_of(param)}, "
+                f"[OffloadAdamW] backward pass {count} since the last step() reached {name_of(param)}, "
                 f"but accumulation_steps={self._limit}. Call step() after {self._limit} backward "
                 f"pass{'es' if self._limit > 1 else ''}, zero_grad() to discard the gradients, or make the "
                 "optimizer with accumulation_steps=None for any number"

@@ -1,0 +1,12 @@
+"""One thread for torch: its own pool spins, which on a busy machine costs minutes. Ours is tested by argument."""
+
+import pytest
+import torch
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,151 @@
+"""Every option for each accepted value, and for rejected ones."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+from ts_core.errors import MissingDependencyError, OptionError
+from ts_core.testing import seeded
+from ts_optim import OffloadAdamW, place_by_size
+from ts_optim.reference import adamw_, grad_norm
+
+
+def make(**options):
+    return OffloadAdamW([nn.Parameter(torch.ones(2))], **options)
+
+
+ACCEPTED = {
+    "mode": ["cpu", "auto"],
+    "moment_dtype": ["auto", "float32", "fp32", torch.float32],
+    "eager": [None, False],
+    "distributed": [False],
+    "max_grad_norm": [None, 1, 0.5, 1e9],
+    "accumulation_steps": [None, 1, 7],
+    "threads": [None, 1, 3],
+    "pin_moments": [None, False],
+    "measure_grad_norm": [True, False],
+    "skip_nonfinite": [True, False],
+    "place": [place_by_size, lambda p: "host"],
+    "lr": [0.0, 1, 1e-3, torch.tensor(0.1)],
+    "betas": [(0.0, 0.0), [0.9, 0.99], (torch.tensor(0.9), 0.99)],
+    "eps": [0.0, 1e-8],
+    "weight_decay": [0.0, 0.1],
+}
+REJECTED = {
+    "mode": ["gpu", "tpu", None, 1],
+    "moment_dtype": ["bfloat16", "bf16", "int8", "8bit", torch.bfloat16, "fp8", torch.float16, None],
+    "eager": [True, 1, "yes"],
+    "distributed": [True, None, 0],
+    "max_grad_norm": [0.0, -1.0, float("nan"), float("inf"), "1", True],
+    "accumulation_steps": [0, -1, 1.5, True, "1"],
+    "threads": [0, -2, 1.5, True, "all"],
+    "pin_moments": ["auto", 1, 0],
+    "measure_grad_norm": [None, 1],
+    "skip_nonfinite": [None, 0],
+    "place": [None, "host"],
+    "lr": [-1.0, float("nan"), "x", None, torch.ones(2)],
+    "betas": [(1.0, 0.9), (0.9, 1.0), (-0.1, 0.9), (0.9,), 0.9, (0.9, "x")],
+    "eps": [-1e-8, None],
+    "weight_decay": [-0.1, "x"],
+}
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in ACCEPTED.items() for v in vs])
+def test_accepted(name, value):
+    optimizer = make(**{name: value})
+    p = optimizer.param_groups[0]["params"][0]
+    p.grad = torch.ones(2)
+    optimizer.step()
+    assert bool(p.isfinite().all())
+
+
+@pytest.mark.parametrize(("name", "value"), [(n, v) for n, vs in REJECTED.items() for v in vs])
+def test_rejected_by_name(name, value):
+    with pytest.raises(OptionError, match=name) as caught:
+        make(**{name: value})
+    assert isinstance(caught.value, ValueError)
+
+
+def test_what_comes_later_says_so():
+    with pytest.raises(OptionError, match=r"mode='gpu' is not available in this release; available: 'cpu', 'auto'"):
+        make(mode="gpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a GPU")
+def test_pinning_needs_a_gpu():
+    with pytest.raises(OptionError, match="pin_moments"):
+        make(pin_moments=True)
+
+
+@pytest.mark.parametrize("name", ["amsgrad", "maximize", "capturable", "differentiable", "foreach", "fused"])
+def test_switches_of_torch_are_not_in_the_signature(name):
+    with pytest.raises(TypeError, match=name):
+        make(**{name: True})
+
+
+@pytest.mark.parametrize(
+    "group", [{"amsgrad": True}, {"maximize": True}, {"decoupled_weight_decay": False}, {"lr": -1.0}]
+)
+def test_groups_cannot_ask_for_another_algorithm(group):
+    optimizer = make()
+    with pytest.raises(OptionError, match=next(iter(group))):
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))], **group})
+    assert len(optimizer.param_groups) == 1
+
+
+def test_torch_s_own_checks_of_parameters_hold():
+    with pytest.raises(ValueError, match="empty"):
+        OffloadAdamW([])
+    with pytest.raises(TypeError):
+        OffloadAdamW(nn.Parameter(torch.ones(1)))
+    with pytest.raises(ValueError, match="non-leaf"):
+        OffloadAdamW([nn.Parameter(torch.ones(1)) * 2])
+    with pytest.raises(TypeError):
+        make().add_param_group([1])
+
+
+@given(
+    rank=st.sampled_from([4, 8, 16, 64, 128]),
+    side=st.sampled_from([512, 3584, 4096, 11008, 14336, 18944, 28672]),
+    flip=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16]),
+)
+def test_lora_factors_and_norms_stay_on_the_device(rank, side, flip, dtype):
+    shape = (rank, side) if flip else (side, rank)
+    assert place_by_size(torch.empty(shape, dtype=dtype, device="meta")) == "device"
+    assert place_by_size(torch.empty(side, dtype=dtype, device="meta")) == "device"
+    assert place_by_size(torch.empty((side, side * 2), dtype=torch.float32, device="meta")) == "host"
+
+
+@given(seed=st.integers(0, 100), weight_decay=st.sampled_from([0.0, 0.1]), scale=st.sampled_from([1.0, 0.5]))
+def test_the_reference_is_torch_s_adamw(seed, weight_decay, scale):
+    with seeded(seed):
+        p = nn.Parameter(torch.randn(3, 4, dtype=torch.float64))
+        q, m, v = p.detach().clone(), torch.zeros(3, 4).double(), torch.zeros(3, 4).double()
+        optimizer = torch.optim.AdamW([p], lr=0.01, weight_decay=weight_decay)
+        for t in range(1, 6):
+            grad = torch.randn(3, 4, dtype=torch.float64)
+            p.grad = grad * scale
+            optimizer.step()
+            adamw_(
+                q, grad, m, v, t,
+                lr=0.01, betas=(0.9, 0.999), eps=1e-8, weight_decay=weight_decay, grad_scale=scale,
+            )  # fmt: skip
+    torch.testing.assert_close(q, p.detach(), rtol=1e-12, atol=1e-14)
+    assert grad_norm([q, m]) == pytest.approx(float(torch.cat([q, m]).norm()))
+
+
+def test_a_missing_native_module_is_explained(monkeypatch):
+    import importlib
+    import sys
+
+    import ts_optim
+
+    for name in [n for n in sys.modules if n.startswith("ts_optim")]:
+        monkeypatch.setitem(sys.modules, name, sys.modules[name])
+    monkeypatch.setitem(sys.modules, "ts_optim._C", None)
+    monkeypatch.delattr(ts_optim, "_C")
+    monkeypatch.delitem(sys.modules, "ts_optim")
+    with pytest.raises(MissingDependencyError, match="nanobind-backend"):
+        importlib.import_module("ts_optim")

@@ -22,6 +22,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+import torch.nn.functional as F
 from ts_quant import _C, dequantize, quantize, reference
 
 BLOCK_SIZE = 64
@@ -58,12 +59,14 @@ def bitsandbytes(x: torch.Tensor) -> dict[str, Callable]:
 def contenders(x: torch.Tensor, codec: str) -> tuple[dict[str, Callable], int]:
     """Return the calls to time, and the bytes of the packed tensor."""
     qt = quantize(x, codec, block_size=BLOCK_SIZE)
-    out = torch.empty_like(x)
+    out, few = torch.empty_like(x), x[:8].contiguous()
     calls = {
         "copy out": lambda: out.copy_(x),
         "ts_quant out": lambda: dequantize(qt, out=out),
         "ts_quant": lambda: dequantize(qt),
         "expression": expression(codec, qt.packed, x.shape, x.dtype),
+        "linear, 8 rows": lambda: F.linear(few, qt),
+        "linear, 8 rows, plain weight": lambda: F.linear(few, x),
         "ts_quant encode": lambda: quantize(x, codec, block_size=BLOCK_SIZE),
     }
     if codec == "nf4":

@@ -56,6 +56,34 @@ def test_linear_keeps_only_packed_tensors(saved_types):
     assert {t.data_ptr() for t in kept} == {t.data_ptr() for t in qt.packed.values()}
 
 
+def test_layers_of_different_sizes_do_not_disturb_each_other():
+    """The buffer that weights are decoded into is shared by all layers of a thread."""
+    pairs = [pair(shape, seed=seed) for seed, shape in enumerate([(40, 32), (64, 40), (8, 64), (32, 8)])]
+
+    def chain(weights):
+        x = make_tensor((3, 32), seed=9).requires_grad_()
+        out = x
+        for weight in weights:
+            out = nn.functional.linear(out, weight).tanh()
+        out.sum().backward()
+        return out.detach(), x.grad
+
+    for got, want in zip(chain([qt for qt, _ in pairs]), chain([w for _, w in pairs]), strict=True):
+        assert_bit_equal(got, want)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_linear_without_gradients(mode):
+    qt, plain = pair((40, 64))
+    x = make_tensor((3, 64), seed=9)
+    with mode():
+        got, again = nn.functional.linear(x, qt), nn.functional.linear(x[:1], qt)
+    assert_bit_equal(got, nn.functional.linear(x, plain))
+    assert_bit_equal(again, nn.functional.linear(x[:1], plain))
+    with torch.no_grad():
+        assert_bit_equal(nn.functional.linear(x, qt), got)
+
+
 def test_linear_double_backward():
     qt, plain = pair((8, 32))
 

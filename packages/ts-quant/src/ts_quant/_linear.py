@@ -6,6 +6,8 @@ frozen, so between forward and backward only the packed tensors are alive, which
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -54,7 +56,34 @@ def _decode_as(packed: tuple[torch.Tensor, ...], layout: Any, dtype: torch.dtype
     tensors = dict(zip(names, packed, strict=True))
     # From fp32 one rounding is all there is; from a shorter dtype the plain module would round twice.
     first = dtype if presented is torch.float32 else presented
-    return decode(tensors, codec, shape, first, block_size).to(dtype)
+    return decode(tensors, codec, shape, first, block_size, _scratch(packed[0], shape, first)).to(dtype)
+
+
+_local = threading.local()
+
+
+def _scratch(like: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor | None:
+    """Return a buffer to decode into, or None to allocate one.
+
+    On the CPU a fresh large tensor costs more than decoding does: every page of it is a fault. The decoded
+    weight lives for one product only, so each thread keeps one buffer, as large as its largest weight. It
+    must not escape: not where autograd could save it, and not where something traces.
+    """
+    if (
+        torch.compiler.is_compiling()
+        or torch.is_grad_enabled()
+        or type(like) is not torch.Tensor
+        or like.device.type != "cpu"
+        or torch._C._len_torch_dispatch_stack()
+    ):
+        return None
+    size = math.prod(shape) * dtype.itemsize
+    buffer: torch.Tensor | None = getattr(_local, "buffer", None)
+    if buffer is None or buffer.numel() < size:
+        _local.buffer = None  # the old one goes before the new one comes
+        with torch.inference_mode(False):
+            buffer = _local.buffer = torch.empty(size, dtype=torch.uint8)
+    return buffer[:size].view(dtype).view(shape)
 
 
 def linear(
@@ -92,5 +121,7 @@ def linear(
         raise RuntimeError(f"expected input and weight of one dtype, got {x.dtype} and {dtype}")
     layout = (codec, shape, dtype, block_size, tuple(packed))
     if not torch.is_grad_enabled() or not (x.requires_grad or (bias is not None and bias.requires_grad)):
-        return torch.nn.functional.linear(x, _decode_as(tuple(packed.values()), layout, x.dtype), bias)
-    return cast(torch.Tensor, _PackedLinear.apply(x, bias, *layout, *packed.values()))  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            weight = _decode_as(tuple(packed.values()), layout, x.dtype)
+            return torch.nn.functional.linear(x, weight, bias)
+    return cast(torch.Tensor, _PackedLinear.apply(x, bias, *layout, *packed.values()))

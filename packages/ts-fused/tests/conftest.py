@@ -1,5 +1,3 @@
-import platform
-
 import pytest
 import torch
 
@@ -30,8 +28,3 @@ def variants():
     yield run
     _C.set_isa(best)
     torch.set_num_threads(threads)
-
-
-x86 = pytest.mark.skipif(
-    platform.machine().lower() not in ("x86_64", "amd64"), reason="PyTorch's summation order is known on x86"
-)

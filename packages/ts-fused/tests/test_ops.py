@@ -3,10 +3,10 @@ import sys
 
 import pytest
 import torch
-from ts_core.errors import ArgumentError, ArgumentTypeError
-from ts_core.testing import assert_bit_equal, devices, make_tensor, opcheck_all
 
 import ts_fused
+from ts_core.errors import ArgumentError, ArgumentTypeError
+from ts_core.testing import assert_bit_equal, devices, make_tensor, opcheck_all
 from ts_fused import _C, _ops
 
 

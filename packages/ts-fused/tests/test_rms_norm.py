@@ -5,6 +5,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError
 from ts_core.testing import (
     FLAVOURS,
@@ -15,7 +16,6 @@ from ts_core.testing import (
     make_tensor,
     shapes,
 )
-
 from ts_fused import reference, rms_norm
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -101,7 +101,9 @@ def test_backward_is_near_float64(device, data):
     x, weight, offset = draw_case(data, device, TAME)
     x, weight = x.detach().requires_grad_(), weight.detach().requires_grad_()
     y = rms_norm(x, weight, EPS, offset=offset)
-    grad = data.draw(float_tensors(y.dtype, tuple(y.shape), device, flavours=("normal", "sparse", "constant")))
+    grad = data.draw(
+        float_tensors(y.dtype, tuple(y.shape), device, flavours=("normal", "sparse", "constant"))
+    )
     grad_x, grad_weight = torch.autograd.grad(y, (x, weight), grad)
     check_gradients(x.detach(), weight.detach(), offset, grad, grad_x, grad_weight)
 

@@ -34,6 +34,18 @@ TS_INLINE V sum_vectors(const X* row, int64_t vectors) {
   const int levels_power = ceil_log2(steps) / kLevels;
   const int power = levels_power > 4 ? levels_power : 4;
   const int64_t block = int64_t{1} << power;
+  if (steps < block) {  // a short row never leaves the first level
+    V a0 = {}, a1 = {}, a2 = {}, a3 = {};
+    for (int64_t i = 0; i < steps; ++i) {
+      const X* p = row + i * kAccumulators * kW;
+      a0 += square_at<V>(p);
+      a1 += square_at<V>(p + kW);
+      a2 += square_at<V>(p + 2 * kW);
+      a3 += square_at<V>(p + 3 * kW);
+    }
+    for (int64_t v = steps * kAccumulators; v < vectors; ++v) a0 += square_at<V>(row + v * kW);
+    return ((a0 + a1) + a2) + a3;
+  }
   V acc[kLevels][kAccumulators] = {};
   int64_t i = 0;
   while (i + block <= steps) {

@@ -9,6 +9,7 @@ import platform
 
 import torch
 from torch import Tensor
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
 from ts_core.ops import OpLibrary
 
@@ -88,9 +89,7 @@ def _empty_forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tupl
 
 def _forward(x: Tensor, weight: Tensor, eps: float, offset: float) -> tuple[Tensor, Tensor]:
     y, rstd = _empty_forward(x, weight, eps, offset)
-    _C.rms_norm_forward(
-        x.contiguous(), weight.contiguous(), y, rstd, eps, offset, offset != 0.0, _MEAN_LANES
-    )
+    _C.rms_norm_forward(x.contiguous(), weight.contiguous(), y, rstd, eps, offset, offset != 0.0, _MEAN_LANES)
     return y, rstd
 
 

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
 from ts_core.options import boolean, choice, integer, not_yet, number
 
@@ -258,8 +259,8 @@ def chunked_cross_entropy(
 
     summed over the rows whose target is not `ignore_index` and divided by their number, or by `num_items`.
 
-    The gradients of `hidden`, `weight` and `bias` are computed together with the loss, those that require grad
-    only and none under `no_grad`, and kept until backward, which multiplies them by the incoming gradient.
+    The gradients of `hidden`, `weight` and `bias` are computed together with the loss, those that require
+    grad only and none under `no_grad`, and kept until backward, which multiplies them by the incoming gradient.
     Scaled losses, several losses and repeated backward passes behave as usual; a second derivative raises.
 
     Memory: one chunk of logits, `chunk_size * V`, plus the gradients: `hidden` in its own dtype, `weight` and

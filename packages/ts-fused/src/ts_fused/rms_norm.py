@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
+
 from ts_core.errors import ArgumentTypeError, message
 from ts_core.options import number
 
@@ -31,9 +32,7 @@ class _RMSNorm(torch.autograd.Function):
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
-        grad_x, grad_weight = _ops.rms_norm_backward(
-            grad_y, x, weight, rstd, ctx.offset, need_x, need_weight
-        )
+        grad_x, grad_weight = _ops.rms_norm_backward(grad_y, x, weight, rstd, ctx.offset, need_x, need_weight)
         return grad_x if need_x else None, grad_weight if need_weight else None, None, None
 
 

@@ -455,7 +455,7 @@ def test_bad_input_is_named():
     ]:
         with pytest.raises(error, match=text):
             chunked_cross_entropy(h, weight, targets, **kwargs)
-    with pytest.raises(ArgumentTypeError, match="labels: expected a torch.Tensor"):
+    with pytest.raises(ArgumentTypeError, match="labels: expected a"):
         causal_lm_loss(h[None], weight, None)
     for labels in (targets, torch.zeros(1, 3, dtype=torch.long), torch.zeros(1, 0, dtype=torch.long)):
         with pytest.raises(ArgumentError, match="labels: expected"):

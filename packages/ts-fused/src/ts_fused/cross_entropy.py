@@ -141,7 +141,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_loss: Tensor) -> tuple[Tensor | None, ...]:
         *gradients, inverse_count = ctx.saved_tensors
         scale = grad_loss.to(torch.float32) * inverse_count
@@ -260,7 +260,8 @@ def chunked_cross_entropy(
     summed over the rows whose target is not `ignore_index` and divided by their number, or by `num_items`.
 
     The gradients of `hidden`, `weight` and `bias` are computed together with the loss, those that require
-    grad only and none under `no_grad`, and kept until backward, which multiplies them by the incoming gradient.
+    grad only and none under `no_grad`, and kept until backward, which multiplies them by the incoming
+    gradient.
     Scaled losses, several losses and repeated backward passes behave as usual; a second derivative raises.
 
     Memory: one chunk of logits, `chunk_size * V`, plus the gradients: `hidden` in its own dtype, `weight` and
@@ -352,7 +353,7 @@ def _loss(
         if valid and not isinstance(num_items, Tensor) and num_items is not None and int(num_items) == 0:
             raise ArgumentError(message(name, "num_items", "the number of targets that count", num_items))
     inverse_count = _inverse_count(counts, divisor, reduction)
-    result: Tensor = _ChunkedCrossEntropy.apply(
+    result: Tensor = _ChunkedCrossEntropy.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, flat, inverse_count, options, torch.is_grad_enabled()
     )
     return result

@@ -28,7 +28,7 @@ class _RMSNorm(torch.autograd.Function):
         return y
 
     @staticmethod
-    @once_differentiable  # type: ignore[untyped-decorator]
+    @once_differentiable
     def backward(ctx: Any, grad_y: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
         x, weight, rstd = ctx.saved_tensors
         need_x, need_weight = ctx.needs_input_grad[:2]
@@ -85,5 +85,5 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
             raise ArgumentTypeError(message("rms_norm", name, "a torch.Tensor", type(tensor).__name__))
     eps = number("eps", eps, minimum=0.0)
     offset = number("offset", offset)
-    result: Tensor = _RMSNorm.apply(x, weight, eps, offset)
+    result: Tensor = _RMSNorm.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
     return result

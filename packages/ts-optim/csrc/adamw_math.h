@@ -62,8 +62,8 @@ struct Spread {
 
 template <typename O>
 TS_HOST_DEVICE static inline Spread<O> spread(const AdamWScalars& s) {
-  return Spread<O>{O::set(s.decay),   O::set(s.w1),         O::set(-s.w1),
-                   O::set(s.w2),      O::set(-s.w2),        O::set(-s.step_size),
+  return Spread<O>{O::set(s.decay),        O::set(s.w1),  O::set(-s.w1),
+                   O::set(s.w2),           O::set(-s.w2), O::set(-s.step_size),
                    O::set(s.inv_sqrt_bc2), O::set(s.eps), O::set(s.grad_scale)};
 }
 

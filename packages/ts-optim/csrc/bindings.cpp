@@ -178,8 +178,7 @@ void grad_sumsq(const Tensors& grads, const TensorView& partials, const TensorVi
     expect_same_device(grads[i], grads[0], kSum, "grads");
     items.push_back(
         GradItem{grads[i].data(), grads[i].numel(), kind_of(grads[i], kSum, at("grads", i), true)});
-    begins.push_back(begins.back() +
-                     (grads[i].numel() + optim::kSumChunk - 1) / optim::kSumChunk);
+    begins.push_back(begins.back() + (grads[i].numel() + optim::kSumChunk - 1) / optim::kSumChunk);
   }
   const auto count = static_cast<int64_t>(items.size());
   expect(partials, kSum, "partials", DType::kF64);

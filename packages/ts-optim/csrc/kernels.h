@@ -43,12 +43,14 @@ struct GradItem {
 };
 
 // Sums of squares: a tensor is cut into pieces of kSumChunk elements; inside a piece element i goes
-// to lane i % kSumLanes, in order; lanes are folded in halves; pieces are summed the same way again.
+// to lane i % kSumLanes, in order; lanes are folded in halves; pieces are summed the same way
+// again.
 constexpr int64_t kSumChunk = 4096;
 constexpr int kSumLanes = 32;
 
 // begins[i]: number of elements in items [0, i), count + 1 entries.
-TS_DECLARE_ISA(void adamw(const AdamWItem* items, const int64_t* begins, int64_t count, int threads))
+TS_DECLARE_ISA(void adamw(const AdamWItem* items, const int64_t* begins, int64_t count,
+                          int threads))
 // chunk_begins[i]: number of pieces in items [0, i), count + 1 entries. partials: one per piece,
 // written; out: one per item, written.
 TS_DECLARE_ISA(void sumsq(const GradItem* items, const int64_t* chunk_begins, int64_t count,

@@ -1,4 +1,4 @@
-"""One thread for torch: its own pool spins, which on a busy machine costs minutes. Ours is tested by argument."""
+"""One thread for torch: its pool spins, which costs minutes on a busy machine. Ours is tested by argument."""
 
 import pytest
 import torch

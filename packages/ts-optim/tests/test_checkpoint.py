@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+
 from ts_core.errors import CheckpointError, TrainStreamError
 from ts_core.testing import assert_bit_equal, devices, seeded
 from ts_optim import OffloadAdamW
@@ -178,8 +179,8 @@ def spoil(state, what):
 
 
 SPOILED = (
-    "amsgrad", "maximize", "coupled", "groups", "count", "shape", "order", "dtype", "missing", "extra", "step",
-    "nan_step", "stranger", "lr", "no_lr", "object",
+    "amsgrad", "maximize", "coupled", "groups", "count", "shape", "order", "dtype", "missing", "extra",
+    "step", "nan_step", "stranger", "lr", "no_lr", "object",
 )  # fmt: skip
 
 

@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+
 from ts_core.errors import StateError, TrainStreamError
 from ts_core.testing import assert_bit_equal, devices, seeded
 from ts_optim import OffloadAdamW

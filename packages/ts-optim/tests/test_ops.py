@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from ts_core.testing import assert_bit_equal, devices, make_tensor, opcheck_all
 from ts_optim import _C, adamw_step_, grad_sumsq
 
@@ -42,7 +43,10 @@ def hyper_table(lr=1e-2, beta1=0.9, beta2=0.999, eps=1e-8, weight_decay=0.1):
 def problem(sizes, grad_dtype, low_dtype, seed, flavour="normal"):
     tensors = {"params": [], "grads": [], "exp_avgs": [], "exp_avg_sqs": [], "steps": [], "lows": []}
     for i, n in enumerate(sizes):
-        make = lambda k, i=i, n=n, **kw: make_tensor((n,), seed=seed + 10 * i + k, **kw)
+
+        def make(k, i=i, n=n, **kw):
+            return make_tensor((n,), seed=seed + 10 * i + k, **kw)
+
         tensors["params"].append(make(0))
         tensors["grads"].append(make(1, dtype=grad_dtype, flavour=flavour))
         tensors["exp_avgs"].append(make(2) * 0.1)
@@ -317,7 +321,10 @@ def test_the_fake_kernel_refuses_the_same(change, error, argument):
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    convert = lambda v: [mode.from_tensor(t) for t in v] if isinstance(v, list) else mode.from_tensor(v)
+
+    def convert(v):
+        return [mode.from_tensor(t) for t in v] if isinstance(v, list) else mode.from_tensor(v)
+
     arguments = {**problem([4], torch.float32, None, 0), "hyper": hyper_table(), **change}
     groups = arguments.pop("groups", [0])
     if argument == "steps" and arguments["steps"][0].numel() == 2:

@@ -4,10 +4,11 @@ import copy
 
 import pytest
 import torch
-import ts_optim.slots
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+
+import ts_optim.slots
 from ts_core.testing import assert_bit_equal, devices, seeded
 from ts_optim import OffloadAdamW
 

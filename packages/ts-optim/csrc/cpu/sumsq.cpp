@@ -1,5 +1,6 @@
-// Sums of squares of gradients, in double, in the summation tree that kernels.h describes. A product
-// of two floats is exact in double, so only the order of additions matters, and it is fixed.
+// Sums of squares of gradients, in double, in the summation tree that kernels.h describes. A
+// product of two floats is exact in double, so only the order of additions matters, and it is
+// fixed.
 #include "adamw_math.h"
 #include "cpu/vector_ops.h"
 #include "ts/thread_pool.h"

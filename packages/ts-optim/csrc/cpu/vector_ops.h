@@ -1,5 +1,5 @@
-// The operations of adamw_math.h on 8 (AVX2) and 16 (AVX-512) elements, and `Ops`: the widest one of
-// the variant being compiled. For ISA sources only.
+// The operations of adamw_math.h on 8 (AVX2) and 16 (AVX-512) elements, and `Ops`: the widest one
+// of the variant being compiled. For ISA sources only.
 #pragma once
 
 #include "adamw_math.h"
@@ -52,8 +52,7 @@ struct Avx2Ops {
                               _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
   }
   static inline I round_fp16(V x) {
-    return _mm256_cvtepu16_epi32(
-        _mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return _mm256_cvtepu16_epi32(_mm256_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
   static inline V pick(I a, I b, V x, V y) {
     return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)));
@@ -93,8 +92,7 @@ struct Avx512Ops {
     return _mm512_mask_or_epi32(_mm512_srli_epi32(sum, 16), nan, high, _mm512_set1_epi32(0x40));
   }
   static inline I round_fp16(V x) {
-    return _mm512_cvtepu16_epi32(
-        _mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    return _mm512_cvtepu16_epi32(_mm512_cvtps_ph(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
   }
   static inline V pick(I a, I b, V x, V y) {
     return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(a, b), y, x);
@@ -113,7 +111,8 @@ using Ops = ScalarOps;
 
 }  // namespace
 
-// The item that element or piece `at` of the concatenation belongs to: begins[i] <= at < begins[i+1].
+// The item that element or piece `at` of the concatenation belongs to: begins[i] <= at <
+// begins[i+1].
 static inline int64_t find_item(const int64_t* begins, int64_t count, int64_t at) {
   int64_t low = 0, high = count;
   while (high - low > 1) {

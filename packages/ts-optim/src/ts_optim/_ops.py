@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
 from ts_core.ops import OpLibrary
 

@@ -7,6 +7,7 @@ from copy import deepcopy
 from typing import Any
 
 import torch
+
 from ts_core.errors import ArgumentTypeError, CheckpointError, OptionError
 
 from .options import check_group, hyper_of
@@ -53,8 +54,8 @@ def checked_groups(state_dict: Any, groups: list[dict[str, Any]]) -> list[dict[s
         if names is not None and given is not None and list(names) != list(given):
             first = next(a for a in zip(names, given, strict=True) if a[0] != a[1])
             raise CheckpointError(
-                f"{_WHERE} param_groups[{i}]: expected the optimizer's order of parameters, given {first[1]!r} "
-                f"where {first[0]!r} stands"
+                f"{_WHERE} param_groups[{i}]: expected the optimizer's order of parameters, given "
+                f"{first[1]!r} where {first[0]!r} stands"
             )
         try:
             hyper = hyper_of(other)
@@ -109,7 +110,7 @@ def checked_states(
     Raises:
         CheckpointError: An entry of another shape, with missing or unknown parts, or of no parameter.
     """
-    owner = {}
+    owner: dict[Any, torch.Tensor] = {}
     for mine, other in zip(groups, loaded, strict=True):
         owner.update(zip(other["params"], mine["params"], strict=True))
     result = []

@@ -1,4 +1,4 @@
-"""Counting backward passes per parameter, so that forgetting `step()` is an error and not a wrong result."""
+"""Counting backward passes per parameter, so that a forgotten `step()` is an error."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
 from ts_core.errors import StateError
 
 __all__ = ["BackwardCounter"]
@@ -41,7 +42,8 @@ class BackwardCounter:
                 if counter is not None:
                     counter._count(p)
 
-            self._handles[id(param)] = param.register_post_accumulate_grad_hook(hook)
+            register: Any = param.register_post_accumulate_grad_hook  # torch leaves it untyped
+            self._handles[id(param)] = register(hook)
 
     def _count(self, param: torch.Tensor) -> None:
         count = self._counts.get(id(param), 0) + 1

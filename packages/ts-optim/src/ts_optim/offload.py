@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Iterator
-from typing import Any, cast
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch.optim.optimizer import ParamsT
+
 from ts_core.errors import ArgumentTypeError, OptionError
 from ts_core.options import boolean
 from ts_core.trace import span
 
 from . import _C
-from ._ops import adamw_step_, grad_sumsq
+from ._ops import grad_sumsq
 from .checkpoint import checked_groups, checked_states
 from .hooks import BackwardCounter
 from .options import Hyper, OffloadOptions, check_group, hyper_of
@@ -73,7 +74,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         place: Where the state of a CUDA parameter lives; see `place_by_size`.
         measure_grad_norm: Measure `last_grad_norm` without clipping.
         skip_nonfinite: Skip a step whose gradients hold NaN or infinity: nothing is written. False behaves as
-            torch does; either way `stats()["nonfinite"]` says which parameter it was, if the norm is measured.
+            torch does; `stats()["nonfinite"]` says which parameter it was, if the norm is measured.
 
     Raises:
         OptionError: A value outside the accepted ones, or not available in this release.
@@ -149,7 +150,7 @@ class OffloadAdamW(torch.optim.Optimizer):
 
     # -- what users call ---------------------------------------------------------------------------------
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update every parameter that has a gradient; complete when it returns.
 
         Args:
@@ -244,7 +245,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._attached = False
 
     def synchronize(self) -> None:
-        """Wait until every update is complete; only "device" updates can still be under way after `step()`."""
+        """Wait until every update is complete; after `step()` only "device" ones can still be under way."""
         for device in {s.param.device for s in self._slots.values() if s.param.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
@@ -261,9 +262,10 @@ class OffloadAdamW(torch.optim.Optimizer):
 
         Returns:
             host_state_bytes, device_state_bytes (moments, masters and host copies of weights), pinned_bytes
-            (page-locked ones of them and of the buffers), staging_bytes, d2h_bytes and h2d_bytes (copied so far),
-            steps, skipped_steps, kernel_s and norm_s (time in host kernels; launches on a device), nonfinite
-            (index and name of the first parameter with a non-finite gradient in the last step, or None).
+            (page-locked ones of them and of the buffers), staging_bytes, d2h_bytes and h2d_bytes (copied so
+            far), steps, skipped_steps, kernel_s and norm_s (time in host kernels; launches on a device),
+            nonfinite (index and name of the first parameter with a non-finite gradient in the last step, or
+            None).
         """
         host = device = 0
         held: list[torch.Tensor] = []
@@ -298,12 +300,12 @@ class OffloadAdamW(torch.optim.Optimizer):
 
         Raises:
             ArgumentTypeError: Not a state dict.
-            CheckpointError: It belongs to other parameters, or to another algorithm (amsgrad, maximize, coupled
-                decay). Nothing is changed then.
+            CheckpointError: It belongs to other parameters, or to another algorithm (amsgrad, maximize,
+                coupled decay). Nothing is changed then.
         """
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
-            state_dict = cast("dict[str, Any] | None", before(self, state_dict)) or state_dict
+            state_dict = before(self, state_dict) or state_dict
         loaded = checked_groups(state_dict, self.param_groups)
         pairs = checked_states(state_dict, loaded, self.param_groups)
         with torch.no_grad():
@@ -373,14 +375,12 @@ class OffloadAdamW(torch.optim.Optimizer):
             # Layout, dtype and device of the gradient differ from step to step at the user's will.
             if grad.dtype is not param.dtype or grad.layout is not torch.strided or grad.shape != param.shape:
                 check_param(param, grad, self._name(param))
-            if slot is None or not slot.current(key, self.state.get(param, {})):
+            old = self.state.get(param)
+            if slot is None or old is None or not slot.current(key, old):
                 check_param(param, grad, self._name(param))
-                old = self.state.get(param) or {}
-                state = self._maker.make_state(param, old)
+                state = self._maker.make_state(param, old or {})
                 slot = self._maker.make_slot(param, state, key)
                 states.append((param, state))
-                if slot.state is not old:
-                    slot.version = param._version
             slots.append(slot)
         works = [
             Work(index, group, slot, flat_gradient(slot, grad))
@@ -485,7 +485,8 @@ class OffloadAdamW(torch.optim.Optimizer):
             else:
                 flat = slot.param.detach().reshape(-1).clone()
                 copies.append((slot.param, flat))
-            batch.add(work, slot.master if low and slot.master is not None else flat, work.grad, flat if low else None)
+            master = flat if slot.master is None else slot.master
+            batch.add(work, master, work.grad, flat if low else None)
         self._run(batch, table, scale, reconcile=low)
         for param, flat in copies:
             param.copy_(flat.view(param.shape))

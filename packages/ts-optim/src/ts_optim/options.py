@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from ts_core.errors import OptionError
 from ts_core.options import boolean, choice, integer, not_yet, number
 
@@ -71,7 +72,7 @@ class OffloadOptions:
                 f"given {self.place!r}"
             )
         if self.pin_moments and not torch.cuda.is_available():
-            raise OptionError("option pin_moments=True needs a CUDA device; use None to pin where there is one")
+            raise OptionError("option pin_moments=True needs a CUDA device; None pins where there is one")
 
     @property
     def needs_norm(self) -> bool:

@@ -1,4 +1,4 @@
-"""What the optimizer keeps for one parameter: state tensors of the right dtype, place and layout, and flat views."""
+"""What the optimizer keeps for one parameter: state of the right dtype, place and layout, and flat views."""
 
 from __future__ import annotations
 
@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, StateError
 from ts_core.registry import host_allocator
 
 from .placement import Place, PlacePolicy
 
-__all__ = ["State", "StateMaker", "fresh_step", "Slot", "check_param", "flat_gradient", "is_dense"]
+__all__ = ["Slot", "State", "StateMaker", "check_param", "flat_gradient", "fresh_step", "is_dense"]
 
 State = dict[str, Any]
 
@@ -221,7 +222,7 @@ class StateMaker:
         else:
             missing = {"step", "exp_avg", "exp_avg_sq"} - old.keys()
             if missing:
-                raise StateError(f"[OffloadAdamW] state: expected step, exp_avg, exp_avg_sq, without {missing}")
+                raise StateError(f"[OffloadAdamW] state: expected step, exp_avg, exp_avg_sq; lacks {missing}")
             step = old["step"]
             good = isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.dim() == 0
             keep = good and step.device.type == "cpu" and not copy
@@ -302,6 +303,6 @@ def flat_gradient(slot: Slot, grad: torch.Tensor) -> torch.Tensor:
     if slot.param.is_contiguous() and grad.is_contiguous():
         return grad.view(-1)
     if grad.stride() != slot.param.stride():
-        same = torch.empty_strided(slot.param.shape, slot.param.stride(), dtype=grad.dtype, device=grad.device)
-        grad = same.copy_(grad)
+        shape, strides = slot.param.shape, slot.param.stride()
+        grad = torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
     return _flat(grad)

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import torch
+
 from ts_core.registry import CopyTicket, copy_engine
 
 from .slots import Slot, StateMaker
@@ -51,7 +52,7 @@ class Batch:
 
 
 def _batches(works: Sequence[Work]) -> Iterator[list[Work]]:
-    """Cut a list into runs of about _BATCH_BYTES, so that copies overlap updates and small ones share calls."""
+    """Cut a list into runs of about _BATCH_BYTES, so that copies overlap updates."""
     run: list[Work] = []
     nbytes = 0
     for work in works:
@@ -87,9 +88,7 @@ def _copy_back(slot: Slot, source: torch.Tensor) -> tuple[CopyTicket, int]:
     return ticket, source.numel() * source.element_size()
 
 
-def staged_step(
-    works: Sequence[Work], maker: StateMaker, update: Callable[[Batch], None]
-) -> tuple[int, int]:
+def staged_step(works: Sequence[Work], maker: StateMaker, update: Callable[[Batch], None]) -> tuple[int, int]:
     """Update parameters whose gradients and weights cross between device and host.
 
     Gradients are copied to host buffers in batches, all copies queued at once; each batch is updated when it

@@ -124,4 +124,4 @@ def linear(
         with torch.no_grad():
             weight = _decode_as(tuple(packed.values()), layout, x.dtype)
             return torch.nn.functional.linear(x, weight, bias)
-    return cast(torch.Tensor, _PackedLinear.apply(x, bias, *layout, *packed.values()))
+    return cast(torch.Tensor, _PackedLinear.apply(x, bias, *layout, *packed.values()))  # type: ignore[no-untyped-call]

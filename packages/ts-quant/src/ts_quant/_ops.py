@@ -60,141 +60,139 @@ def _check_float(function: str, argument: str, dtype: torch.dtype) -> None:
         )
 
 
-def _check_packed(
-    function: str,
-    codes: torch.Tensor,
-    absmax: torch.Tensor,
-    numel: int,
-    block_size: int,
-    code_dtype: torch.dtype,
-    per_byte: int,
-) -> None:
-    check_block_size(function, block_size)
-    sizes = (-(-numel // per_byte), -(-numel // block_size))
-    for name, tensor, dtype, size in (
-        ("codes", codes, code_dtype, sizes[0]),
-        ("absmax", absmax, torch.float32, sizes[1]),
-    ):
-        if tensor.dtype != dtype:
-            raise ArgumentTypeError(message(function, name, dtype_name(dtype), dtype_name(tensor.dtype)))
-        if tensor.numel() != size or not tensor.is_contiguous():
-            raise ArgumentError(
-                message(
-                    function,
-                    name,
-                    f"a contiguous tensor of {size} elements for {numel} values in blocks of {block_size}",
-                    f"shape {tuple(tensor.shape)}, strides {tensor.stride()}",
-                )
-            )
-    if absmax.device != codes.device:
-        raise ArgumentError(message(function, "absmax", f"a tensor on {codes.device}", str(absmax.device)))
+@dataclass(frozen=True)
+class _Contract:
+    """The argument checks of one format, with the signatures of its operations.
 
+    The native functions check everything again, so a call that is right pays for one check only: these here
+    word the error after a refusal, and stand alone where there is no native call (fake kernels).
+    """
 
-_LIBRARY = OpLibrary("ts_quant")
+    name: str
+    codes: torch.dtype
+    per_byte: int
 
+    def encode(self, x: torch.Tensor, block_size: int) -> None:
+        _check_float(f"quantize_{self.name}", "x", x.dtype)
+        check_block_size(f"quantize_{self.name}", block_size)
 
-# The native functions check everything again, so a call that is right pays for one check only: the Python
-# checks below word the error after a refusal, and stand alone where there is no native call (fake kernels).
-_REFUSALS = (ValueError, TypeError)
-
-
-def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, decode: Any) -> Format:
-    """Declare the three operations of one format on top of its two native functions."""
-
-    def check_quantize(x: torch.Tensor, block_size: int) -> None:
-        _check_float(f"quantize_{name}", "x", x.dtype)
-        check_block_size(f"quantize_{name}", block_size)
-
-    def empty_pair(x: torch.Tensor, block_size: int) -> Pair:
-        n = x.numel()
-        codes = torch.empty(-(-n // per_byte), dtype=code_dtype, device=x.device)
-        return codes, torch.empty(-(-n // block_size), dtype=torch.float32, device=x.device)
-
-    def fake_quantize(x: torch.Tensor, block_size: int) -> Pair:
-        check_quantize(x, block_size)
-        return empty_pair(x, block_size)
-
-    def run_quantize(x: torch.Tensor, block_size: int) -> Pair:
-        check_quantize(x, block_size)
-        codes, absmax = empty_pair(x, block_size)
-        encode(x.contiguous(), codes, absmax, block_size)
-        return codes, absmax
-
-    def check_dequantize(
+    def decode(
+        self,
         codes: torch.Tensor,
         absmax: torch.Tensor,
         shape: Sequence[int],
         dtype: torch.dtype,
         block_size: int,
     ) -> None:
-        _check_float(f"dequantize_{name}", "dtype", dtype)
-        numel = math.prod(shape)
-        _check_packed(f"dequantize_{name}", codes, absmax, numel, block_size, code_dtype, per_byte)
+        function = f"dequantize_{self.name}"
+        _check_float(function, "dtype", dtype)
+        self._packed(function, codes, absmax, math.prod(shape), block_size)
 
-    def fake_dequantize(
-        codes: torch.Tensor,
-        absmax: torch.Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        block_size: int,
-    ) -> torch.Tensor:
-        check_dequantize(codes, absmax, shape, dtype, block_size)
-        return torch.empty(shape, dtype=dtype, device=codes.device)
-
-    def run_dequantize(
-        codes: torch.Tensor,
-        absmax: torch.Tensor,
-        shape: Sequence[int],
-        dtype: torch.dtype,
-        block_size: int,
-    ) -> torch.Tensor:
-        # Before memory is taken for a shape that does not fit.
-        if codes.numel() != -(-math.prod(shape) // per_byte):
-            check_dequantize(codes, absmax, shape, dtype, block_size)
-        out = torch.empty(shape, dtype=dtype, device=codes.device)
-        try:
-            decode(codes, absmax, out, block_size)
-        except _REFUSALS:
-            check_dequantize(codes, absmax, shape, dtype, block_size)
-            raise
-        return out
-
-    def check_out(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int) -> None:
-        function = f"dequantize_{name}_out"
+    def decode_out(
+        self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int
+    ) -> None:
+        function = f"dequantize_{self.name}_out"
         _check_float(function, "out", out.dtype)
         if not out.is_contiguous():
             raise ArgumentError(message(function, "out", "a contiguous tensor", f"strides {out.stride()}"))
         if out.device != codes.device:
             raise ArgumentError(message(function, "out", f"a tensor on {codes.device}", str(out.device)))
-        _check_packed(function, codes, absmax, out.numel(), block_size, code_dtype, per_byte)
+        self._packed(function, codes, absmax, out.numel(), block_size)
 
-    def run_out(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int) -> None:
+    def _packed(
+        self, function: str, codes: torch.Tensor, absmax: torch.Tensor, numel: int, block_size: int
+    ) -> None:
+        check_block_size(function, block_size)
+        for name, tensor, dtype, size in (
+            ("codes", codes, self.codes, -(-numel // self.per_byte)),
+            ("absmax", absmax, torch.float32, -(-numel // block_size)),
+        ):
+            if tensor.dtype != dtype:
+                raise ArgumentTypeError(message(function, name, dtype_name(dtype), dtype_name(tensor.dtype)))
+            if tensor.numel() != size or not tensor.is_contiguous():
+                expected = f"a contiguous tensor of {size} elements ({numel} values, blocks of {block_size})"
+                given = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
+                raise ArgumentError(message(function, name, expected, given))
+        if absmax.device != codes.device:
+            raise ArgumentError(
+                message(function, "absmax", f"a tensor on {codes.device}", str(absmax.device))
+            )
+
+
+_LIBRARY = OpLibrary("ts_quant")
+_REFUSALS = (ValueError, TypeError)  # what native checks raise
+_PACKED = "Tensor codes, Tensor absmax"
+
+
+def _define_encode(contract: _Contract, native: Any) -> Any:
+    """Declare `quantize_*`."""
+
+    def fake(x: torch.Tensor, block_size: int) -> Pair:
+        contract.encode(x, block_size)
+        n = x.numel()
+        codes = torch.empty(-(-n // contract.per_byte), dtype=contract.codes, device=x.device)
+        return codes, torch.empty(-(-n // block_size), dtype=torch.float32, device=x.device)
+
+    def run(x: torch.Tensor, block_size: int) -> Pair:
+        codes, absmax = fake(x, block_size)
+        native(x.contiguous(), codes, absmax, block_size)
+        return codes, absmax
+
+    schema = f"quantize_{contract.name}(Tensor x, int block_size) -> (Tensor codes, Tensor absmax)"
+    return _LIBRARY.define(schema, cpu=run, fake=fake)
+
+
+def _define_decode(contract: _Contract, native: Any) -> Any:
+    """Declare `dequantize_*`, which allocates its result."""
+
+    def fake(
+        codes: torch.Tensor, absmax: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, block_size: int
+    ) -> torch.Tensor:
+        contract.decode(codes, absmax, shape, dtype, block_size)
+        return torch.empty(shape, dtype=dtype, device=codes.device)
+
+    def run(
+        codes: torch.Tensor, absmax: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, block_size: int
+    ) -> torch.Tensor:
+        # Before memory is taken for a shape that does not fit.
+        if codes.numel() != -(-math.prod(shape) // contract.per_byte):
+            contract.decode(codes, absmax, shape, dtype, block_size)
+        out = torch.empty(shape, dtype=dtype, device=codes.device)
         try:
-            decode(codes, absmax, out, block_size)
+            native(codes, absmax, out, block_size)
         except _REFUSALS:
-            check_out(codes, absmax, out, block_size)
+            contract.decode(codes, absmax, shape, dtype, block_size)
+            raise
+        return out
+
+    arguments = f"{_PACKED}, SymInt[] shape, ScalarType dtype, int block_size"
+    return _LIBRARY.define(f"dequantize_{contract.name}({arguments}) -> Tensor", cpu=run, fake=fake)
+
+
+def _define_decode_out(contract: _Contract, native: Any) -> Any:
+    """Declare `dequantize_*_out`, which writes into a given tensor."""
+
+    def run(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int) -> None:
+        try:
+            native(codes, absmax, out, block_size)
+        except _REFUSALS:
+            contract.decode_out(codes, absmax, out, block_size)
             raise
 
-    packed = "Tensor codes, Tensor absmax"
+    schema = f"dequantize_{contract.name}_out({_PACKED}, Tensor(a!) out, int block_size) -> ()"
+    return _LIBRARY.define(schema, cpu=run, fake=contract.decode_out)
+
+
+def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, decode: Any) -> Format:
+    """Declare the three operations of one format on top of its two native functions."""
+    contract = _Contract(name, code_dtype, per_byte)
     return Format(
         name,
         code_dtype,
         per_byte,
-        _LIBRARY.define(
-            f"quantize_{name}(Tensor x, int block_size) -> (Tensor codes, Tensor absmax)",
-            cpu=run_quantize,
-            fake=fake_quantize,
-        ),
-        _LIBRARY.define(
-            f"dequantize_{name}({packed}, SymInt[] shape, ScalarType dtype, int block_size) -> Tensor",
-            cpu=run_dequantize,
-            fake=fake_dequantize,
-        ),
-        _LIBRARY.define(
-            f"dequantize_{name}_out({packed}, Tensor(a!) out, int block_size) -> ()",
-            cpu=run_out,
-            fake=check_out,
-        ),
+        _define_encode(contract, encode),
+        _define_decode(contract, decode),
+        _define_decode_out(contract, decode),
     )
 
 

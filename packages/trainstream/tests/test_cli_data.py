@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import byte_tokenizer
+
 from trainstream.cli.data import (
     IGNORE,
     Document,
@@ -32,7 +33,9 @@ def test_files_folders_and_globs(tmp_path):
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe")
     (tmp_path / ".hidden.txt").write_text("secret")
     (tmp_path / "empty.txt").write_text("  \n")
-    (tmp_path / "d.jsonl").write_text(json.dumps({"text": "thr\u2028ee"}) + "\n\n" + json.dumps({"text": " "}) + "\n")
+    (tmp_path / "d.jsonl").write_text(
+        json.dumps({"text": "thr\u2028ee"}) + "\n\n" + json.dumps({"text": " "}) + "\n"
+    )
     texts = [d.text for d in read_documents([str(tmp_path)])]
     assert texts == ["one", "two", "thr\u2028ee"]
     assert [d.text for d in read_documents([str(tmp_path / "*.md"), str(tmp_path / "b.md")])] == ["two"]
@@ -74,7 +77,9 @@ _JSON = st.recursive(
     st.one_of(st.none(), st.booleans(), st.integers(), st.text(max_size=5)),
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
-        st.dictionaries(st.sampled_from(["text", "prompt", "completion", "messages", "role", "content"]), inner),
+        st.dictionaries(
+            st.sampled_from(["text", "prompt", "completion", "messages", "role", "content"]), inner
+        ),
     ),
     max_leaves=8,
 )
@@ -82,10 +87,12 @@ _JSON = st.recursive(
 
 @given(st.one_of(_JSON.map(json.dumps), st.text(max_size=20)))
 def test_any_line_is_a_document_or_refused_by_place(line):
+    refused = pytest.raises(ArgumentError, match="f:1")
     try:
         document = parse_json_line(line, "f:1")
-    except ArgumentError as error:
-        assert "f:1" in str(error)
+    except ArgumentError:
+        with refused:
+            parse_json_line(line, "f:1")
     else:
         assert document is None or document.text or document.prompt is not None or document.messages
 
@@ -111,7 +118,9 @@ def test_texts_fill_rows_without_loss_or_gap(texts, seq_len):
 
 
 def decode(row):
-    return TOKENIZER.decode([i for i, label in zip(row.input_ids, row.labels, strict=True) if label != IGNORE])
+    return TOKENIZER.decode(
+        [i for i, label in zip(row.input_ids, row.labels, strict=True) if label != IGNORE]
+    )
 
 
 def test_only_the_completion_is_learnt():

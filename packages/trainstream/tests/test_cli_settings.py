@@ -3,6 +3,7 @@ import json
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+
 from trainstream.cli import settings as module
 from trainstream.cli.settings import (
     ALIASES,
@@ -56,8 +57,14 @@ def test_dashes_in_keys_mean_underscores():
 
 def test_both_spellings_set_the_same_thing():
     for alias, name in ALIASES.items():
-        value = {"model": "m", "lr_scheduler_type": "linear", "dtype": "fp32", "resume_from_checkpoint": "d"}.get(
-            name, "0.5" if name in ("learning_rate", "lora_dropout", "warmup_ratio", "num_train_epochs") else "3"
+        value = {
+            "model": "m",
+            "lr_scheduler_type": "linear",
+            "dtype": "fp32",
+            "resume_from_checkpoint": "d",
+        }.get(
+            name,
+            "0.5" if name in ("learning_rate", "lora_dropout", "warmup_ratio", "num_train_epochs") else "3",
         )
         assert merge({alias: value}) == merge({name: value})
 
@@ -133,7 +140,9 @@ def test_settings_survive_a_checkpoint(values):
 
 def test_config_file_and_words(tmp_path):
     path = tmp_path / "job.yaml"
-    path.write_text("learning_rate: 1e-4\nper_device_train_batch_size: 2\nwrap:\n  threads: 1\nquantize: null\n")
+    path.write_text(
+        "learning_rate: 1e-4\nper_device_train_batch_size: 2\nwrap:\n  threads: 1\nquantize: null\n"
+    )
     made, explicit = from_words([str(path), "lr=3e-4", "data=a.txt,b.txt"])
     assert (made.learning_rate, made.per_device_train_batch_size, made.quantize) == (3e-4, 2, None)
     assert made.data == ("a.txt", "b.txt")

@@ -1,12 +1,15 @@
+import contextlib
 import json
-import multiprocessing
 import os
 import signal
+import subprocess
+import sys
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from trainstream import _folders
 from trainstream._folders import discard_folder, replace_folder, sweep, write_folder
 from trainstream.cli import storage
@@ -54,10 +57,8 @@ def test_nested_state_survives(state):
                     lambda x: st.one_of(st.lists(x, max_size=3), st.dictionaries(st.text(max_size=6), x, max_size=2)),
                     max_leaves=6))  # fmt: skip
 def test_malformed_trees_are_refused_or_harmless(tree):
-    try:
+    with contextlib.suppress(CheckpointError, TypeError, ValueError):
         unflatten(tree, {})
-    except (CheckpointError, TypeError, ValueError):
-        pass
 
 
 def test_state_that_needs_pickle_is_refused():
@@ -107,53 +108,59 @@ def test_a_failing_save_leaves_nothing(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
 
 
-def _killed_save(folder, step, moment):
-    """Save a checkpoint in a process that is killed at one moment of it."""
+# Run in a process that loads nothing but the module under test, and is killed at one moment of a save.
+KILLED_SAVE = """
+import os, pathlib, runpy, shutil, signal, sys
+module, final, made, moment = map(str, sys.argv[1:])
+final, made = pathlib.Path(final), pathlib.Path(made)
+names = runpy.run_path(module)
 
-    def die():
-        os.kill(os.getpid(), signal.SIGKILL)
+def die():
+    os.kill(os.getpid(), signal.SIGKILL)
 
-    names = {"rename-old": 1, "rename-new": 2}
-    if moment in names:
-        real, count = type(folder).rename, [0]
+renames = {"before the old one moves": 1, "before the new one moves": 2, "before the old one goes": 3}
+real, count = pathlib.Path.rename, [0]
 
-        def rename(self, target):
-            count[0] += 1
-            if count[0] == names[moment]:
-                die()
-            return real(self, target)
+def rename(self, target):
+    count[0] += 1
+    if count[0] == renames.get(moment):
+        die()
+    return real(self, target)
 
-        type(folder).rename = rename
-    if moment == "remove-old":
-        _folders.discard_folder = lambda path: die() if path.exists() else None
+pathlib.Path.rename = rename
 
-    def write(staging):
-        if moment == "start":
+def write(staging):
+    for done, path in enumerate(sorted(made.iterdir())):
+        if moment == f"after {done} files":
             die()
-        (staging / "weights").write_text("new")
-        if moment == "weights":
-            die()
-        write_state(staging, {"step": step, "value": "new"}, {"t": torch.ones(2)})
-        if moment == "state":
-            die()
+        shutil.copyfile(path, staging / path.name)
+    if moment == "before syncing":
+        die()
 
-    write_folder(folder / f"checkpoint-{step}", write)
+names["write_folder"](final, write)
+"""
+MOMENTS = [
+    "after 0 files", "after 1 files", "after 2 files", "before syncing", "before the old one moves",
+    "before the new one moves", "before the old one goes",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("same_step", [True, False])
-@pytest.mark.parametrize("moment", ["start", "weights", "state", "rename-old", "rename-new", "remove-old"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_a_save_killed_at_any_moment_keeps_a_complete_checkpoint(tmp_path, moment, same_step):
-    make(tmp_path, 3, "old")
+    run = tmp_path / "run"
+    make(run, 3, "old")
     step = 3 if same_step else 4
-    process = multiprocessing.get_context("spawn").Process(target=_killed_save, args=(tmp_path, step, moment))
-    process.start()
-    process.join()
-    found = read_state(latest(tmp_path))
-    assert found.data["value"] in ("old", "new")
-    make(tmp_path, step, "again")
-    assert read_state(latest(tmp_path)).data["value"] == "again"
-    sweep(tmp_path)
-    assert not [path.name for path in tmp_path.iterdir() if not path.name.startswith("checkpoint-")]
+    made = make(tmp_path / "elsewhere", step, "new")
+    final = run / f"checkpoint-{step}"
+    arguments = [_folders.__file__, str(final), str(made), moment]
+    killed = subprocess.run([sys.executable, "-S", "-c", KILLED_SAVE, *arguments], check=False)
+    assert killed.returncode in (-signal.SIGKILL, 0)
+    assert read_state(latest(run)).data["value"] in ("old", "new")
+    make(run, step, "again")
+    assert read_state(latest(run)).data["value"] == "again"
+    sweep(run)
+    assert all(path.name.startswith("checkpoint-") for path in run.iterdir())
 
 
 def test_living_processes_keep_their_folders_and_links_are_left_alone(tmp_path):

@@ -23,7 +23,10 @@ __all__ = ["Document", "Rows", "TextData", "read_documents", "stdlib_text", "tex
 
 IGNORE = -100
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
-_SKIPPED_PARTS = frozenset({"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__"})
+_SKIPPED_PARTS = frozenset(
+    # Tests and tables: code pages and help topics would be a large, repetitive part of a short limit.
+    {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+)
 
 
 @dataclass(frozen=True)

@@ -12,33 +12,43 @@ constexpr int64_t kBlock = 1024;
 
 // e^x for x <= 0, 0 below -87 (where p would be under 2e-38). x = n ln2 + r; ln2 is split so that
 // n * hi is exact. The polynomial is a least-squares fit on |r| <= ln2 / 2; error about 1 ulp.
-TS_INLINE f32x16 exp16(f32x16 x) {
-  const f32x16 magic = splat<f32x16>(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const f32x16 shifted = x * 1.44269504f + magic;
-  const f32x16 n = shifted - magic;
-  const f32x16 r = (x - n * 0.693115234375f) - n * 3.194618494528623e-05f;
-  f32x16 q = r * 0.0013946504332125187f + 0.008369187824428082f;
+TS_INLINE Reg exp_of(Reg x) {
+  const Reg magic = 12582912.0f - Reg{};  // 1.5 * 2^23: adding it rounds to an integer
+  const Reg shifted = x * 1.44269504f + magic;
+  const Reg n = shifted - magic;
+  const Reg r = (x - n * 0.693115234375f) - n * 3.194618494528623e-05f;
+  Reg q = r * 0.0013946504332125187f + 0.008369187824428082f;
   q = q * r + 0.04166626185178757f;
   q = q * r + 0.16666515171527863f;
   q = q * r + 0.5f;
-  const f32x16 e = (q * (r * r) + r) + 1.0f;
-  const u32x16 power = ((u32x16)shifted - 0x4B400000u + 127u) << 23;  // bits of 2^n
-  return select(x < -87.0f, f32x16{}, e * (f32x16)power);
+  const Reg e = (q * (r * r) + r) + 1.0f;
+  const UintReg power = ((UintReg)shifted - 0x4B400000u + 127u) << 23;  // bits of 2^n
+  return select(x < -87.0f, Reg{}, e * (Reg)power);
 }
 
-// tanh: an odd polynomial (least-squares fit) below 0.55, else 1 - 2 / (e^2|x| + 1).
-TS_INLINE f32x16 tanh16(f32x16 x) {
-  const u32x16 sign = (u32x16)x & 0x80000000u;
-  const f32x16 a = (f32x16)((u32x16)x & 0x7FFFFFFFu);
-  const f32x16 s = x * x;
-  f32x16 p = s * -0.006296012084931135f + 0.021088184788823128f;
+TS_INLINE f32x16 exp16(f32x16 x) {
+  for (int k = 0; k < kParts; ++k) x.part[k] = exp_of(x.part[k]);
+  return x;
+}
+
+// tanh: an odd polynomial (least-squares fit) below 0.55, else (1 - e^-2|x|) / (1 + e^-2|x|).
+TS_INLINE Reg tanh_of(Reg x) {
+  const UintReg sign = (UintReg)x & 0x80000000u;
+  const Reg a = (Reg)((UintReg)x & 0x7FFFFFFFu);
+  const Reg s = x * x;
+  Reg p = s * -0.006296012084931135f + 0.021088184788823128f;
   p = p * s + -0.05385666340589523f;
   p = p * s + 0.13332632184028625f;
   p = p * s + -0.33333319425582886f;
-  const f32x16 small = x + x * s * p;
-  const f32x16 e = exp16(a * -2.0f);
-  const f32x16 large = (1.0f - e) / (1.0f + e);
-  return select(a < 0.55f, small, (f32x16)((u32x16)large | sign));
+  const Reg small = x + x * s * p;
+  const Reg e = exp_of(a * -2.0f);
+  const Reg large = (1.0f - e) / (1.0f + e);
+  return select(a < 0.55f, small, (Reg)((UintReg)large | sign));
+}
+
+TS_INLINE f32x16 tanh16(f32x16 x) {
+  for (int k = 0; k < kParts; ++k) x.part[k] = tanh_of(x.part[k]);
+  return x;
 }
 
 struct Shape {
@@ -51,25 +61,6 @@ TS_INLINE f32x16 shaped(f32x16 z, const Shape& s) {
   z = z * s.scale;
   if constexpr (kCap) return tanh16(z / s.softcap) * s.softcap;
   return z;
-}
-
-// The last vector of a row. Lanes beyond the vocabulary do not exist: they are made -inf after the
-// capping, which would turn -inf into a finite logit.
-template <typename T>
-TS_INLINE f32x16 load_tail(const T* p, int n) {
-  f32x16 v = {};
-  for (int l = 0; l < n; ++l) v[l] = to_float(p[l]);
-  return v;
-}
-
-template <typename T>
-TS_INLINE void store_tail(T* p, f32x16 v, int n) {
-  for (int l = 0; l < n; ++l) narrow(v[l], p + l);
-}
-
-TS_INLINE f32x16 mask_tail(f32x16 v, int n, float fill) {
-  for (int l = n; l < 16; ++l) v[l] = fill;
-  return v;
 }
 
 struct RowStats {
@@ -85,18 +76,21 @@ static RowStats row_stats(const T* row, int64_t vocab, const Shape& shape) {
   for (int64_t begin = 0; begin < vocab; begin += kBlock) {
     const int64_t n = vocab - begin < kBlock ? vocab - begin : kBlock;
     const int64_t padded = (n + 15) / 16 * 16;
-    f32x16 top = splat<f32x16>(-INFINITY);
-    f32x16 total = {};
+    f32x16 top = splat(-INFINITY);
+    f32x16 total = splat(0.0f);
     for (int64_t i = 0; i < padded; i += 16) {
       f32x16 v;
       if (i + 16 <= n) {
-        v = shaped<kCap>(load<f32x16>(row + begin + i), shape);
-        total += v;
+        v = shaped<kCap>(load16(row + begin + i), shape);
+        total = total + v;
       } else {
+        // Lanes beyond the vocabulary do not exist: they become -inf after the capping, which would
+        // turn -inf into a finite logit.
         const int left = static_cast<int>(n - i);
-        v = shaped<kCap>(load_tail(row + begin + i, left), shape);
-        total += mask_tail(v, left, 0.0f);
-        v = mask_tail(v, left, -INFINITY);
+        float last[16];
+        store16(last, shaped<kCap>(load_tail(row + begin + i, left, 0.0f), shape));
+        total = total + load_tail(last, left, 0.0f);
+        v = load_tail(last, left, -INFINITY);
       }
       top = max16(v, top);
       store16(u + i, v);
@@ -110,8 +104,8 @@ static RowStats row_stats(const T* row, int64_t vocab, const Shape& shape) {
     }
     // A block of nothing but -inf adds nothing; its NaNs, if any, must still reach the sum.
     const float base = stats.max == -INFINITY ? 0.0f : stats.max;
-    f32x16 acc = {};
-    for (int64_t i = 0; i < padded; i += 16) acc += exp16(load<f32x16>(u + i) - base);
+    f32x16 acc = splat(0.0f);
+    for (int64_t i = 0; i < padded; i += 16) acc = acc + exp16(load16(u + i) - base);
     stats.sum_exp += sum_lanes(acc);
   }
   return stats;
@@ -132,18 +126,18 @@ static void write_gradient(T* row, int64_t vocab, int64_t target, const CrossEnt
     return g * shape.scale;
   };
   // The target's own element is computed from its logit before the row is overwritten.
-  f32x16 at_target = splat<f32x16>(to_float(row[target]));
+  f32x16 at_target = splat(to_float(row[target]));
   const f32x16 u = shaped<kCap>(at_target, shape);
-  float g = (exp16(u - stats.max) * inverse - spread)[0] - (1.0f - a.smoothing);
+  float g = first(exp16(u - stats.max) * inverse - spread) - (1.0f - a.smoothing);
   if constexpr (kCap) {
-    const float t = u[0] * shape.inverse_cap;
+    const float t = first(u) * shape.inverse_cap;
     g = g * (1.0f - t * t);
   }
   int64_t i = 0;
-  for (; i + 16 <= vocab; i += 16) store16(row + i, gradient(load<f32x16>(row + i)));
+  for (; i + 16 <= vocab; i += 16) store16(row + i, gradient(load16(row + i)));
   if (i < vocab) {
     const int left = static_cast<int>(vocab - i);
-    store_tail(row + i, gradient(load_tail(row + i, left)), left);
+    store_tail(row + i, gradient(load_tail(row + i, left, 0.0f)), left);
   }
   narrow(g * shape.scale, row + target);
 }
@@ -162,9 +156,9 @@ static void rows_of(const CrossEntropyRows& a, int threads) {
         continue;
       }
       const RowStats stats = row_stats<T, kCap>(row, a.vocab, shape);
-      const f32x16 at_target = shaped<kCap>(splat<f32x16>(to_float(row[target])), shape);
+      const f32x16 at_target = shaped<kCap>(splat(to_float(row[target])), shape);
       const double lse = log(stats.sum_exp);  // relative to the maximum
-      double loss = lse + (static_cast<double>(stats.max) - at_target[0]);
+      double loss = lse + (static_cast<double>(stats.max) - first(at_target));
       if (a.smoothing != 0.0f) {
         const double mean = stats.sum / static_cast<double>(a.vocab);
         const double uniform = lse + (static_cast<double>(stats.max) - mean);
@@ -197,7 +191,7 @@ void scale_cast(const void* src, DType src_type, const float* scale, void* out, 
       const float factor = scale[0];
       parallel_for(n, 1 << 15, threads, [=](int64_t begin, int64_t end) {
         int64_t i = begin;
-        for (; i + 16 <= end; i += 16) store16(to + i, load<f32x16>(from + i) * factor);
+        for (; i + 16 <= end; i += 16) store16(to + i, load16(from + i) * factor);
         for (; i < end; ++i) narrow(to_float(from[i]) * factor, to + i);
       });
     });

@@ -22,14 +22,14 @@ static inline int ceil_log2(int64_t x) {
 
 template <typename V, typename X>
 TS_INLINE V square_at(const X* p) {
-  const V v = load<V>(p);
+  const V v = Load<V, X>::at(p);
   return v * v;
 }
 
 // Sum of the squares of `vectors` whole vectors.
 template <typename V, typename X>
 TS_INLINE V sum_vectors(const X* row, int64_t vectors) {
-  constexpr int kW = lanes_of<V>();
+  constexpr int kW = static_cast<int>(sizeof(V) / 4);
   const int64_t steps = vectors / kAccumulators;
   const int levels_power = ceil_log2(steps) / kLevels;
   const int power = levels_power > 4 ? levels_power : 4;
@@ -78,7 +78,7 @@ TS_INLINE V sum_vectors(const X* row, int64_t vectors) {
 
 template <typename V, typename X>
 static float sum_squares_wide(const X* row, int64_t n) {
-  constexpr int kW = lanes_of<V>();
+  constexpr int kW = static_cast<int>(sizeof(V) / 4);
   const int64_t vectors = n / kW;
   const V lanes = sum_vectors<V>(row, vectors);
   float sum = 0.0f;
@@ -111,7 +111,7 @@ struct Norm {
     const int64_t grain = h >= 16384 ? 1 : 16384 / (h > 0 ? h : 1);
     parallel_for(a.rows, grain, threads, [&](int64_t begin, int64_t end) {
       const W* weight = static_cast<const W*>(a.weight);
-      const f32x16 offset = splat<f32x16>(a.offset);
+      const f32x16 offset = splat(a.offset);
       for (int64_t r = begin; r < end; ++r) {
         const X* x = static_cast<const X*>(a.x) + r * h;
         Y* y = static_cast<Y*>(a.y) + r * h;
@@ -120,7 +120,7 @@ struct Norm {
         a.rstd[r] = rstd;
         int64_t i = 0;
         for (; i + 16 <= h; i += 16)
-          store16(y + i, apply(load<f32x16>(x + i) * rstd, load<f32x16>(weight + i), offset));
+          store16(y + i, apply(load16(x + i) * rstd, load16(weight + i), offset));
         for (; i < h; ++i)
           narrow(apply(to_float(x[i]) * rstd, to_float(weight[i]), a.offset), y + i);
       }
@@ -130,18 +130,17 @@ struct Norm {
   // Sum over the row of grad * weight * x * rstd.
   static float projection(const Y* grad, const X* x, const W* weight, float rstd, float offset,
                           int64_t h) {
-    const f32x16 shift = splat<f32x16>(kGemma ? offset : 0.0f);
-    f32x16 acc[2] = {};
+    const float shift = kGemma ? offset : 0.0f;
+    f32x16 acc[2] = {splat(0.0f), splat(0.0f)};
     int64_t i = 0;
     for (; i + 32 <= h; i += 32)
       for (int k = 0; k < 2; ++k) {
         const int64_t j = i + 16 * k;
-        acc[k] += load<f32x16>(grad + j) * (shift + load<f32x16>(weight + j)) *
-                  (load<f32x16>(x + j) * rstd);
+        acc[k] = acc[k] + load16(grad + j) * (shift + load16(weight + j)) * (load16(x + j) * rstd);
       }
     float tail = 0.0f;
     for (; i < h; ++i)
-      tail += to_float(grad[i]) * (shift[0] + to_float(weight[i])) * (to_float(x[i]) * rstd);
+      tail += to_float(grad[i]) * (shift + to_float(weight[i])) * (to_float(x[i]) * rstd);
     return sum_lanes(acc[0] + acc[1]) + tail;
   }
 
@@ -159,13 +158,13 @@ struct Norm {
       c = projection(grad, x, weight, rstd, a.offset, h) / static_cast<float>(h);
     int64_t i = 0;
     for (; i + 16 <= h; i += 16) {
-      const f32x16 g = load<f32x16>(grad + i);
-      const f32x16 normalized = load<f32x16>(x + i) * rstd;
+      const f32x16 g = load16(grad + i);
+      const f32x16 normalized = load16(x + i) * rstd;
       if constexpr (kNeedX)
-        store16(grad_x + i, (g * (offset + load<f32x16>(weight + i)) - normalized * c) * rstd);
+        store16(grad_x + i, (g * (offset + load16(weight + i)) - normalized * c) * rstd);
       if constexpr (kNeedWeight)
         store16(partial + i,
-                load<f32x16>(partial + i) + g * (kGemma ? normalized : Round<X>::of(normalized)));
+                load16(partial + i) + g * (kGemma ? normalized : Round<X>::of(normalized)));
     }
     for (; i < h; ++i) {
       const float g = to_float(grad[i]);

@@ -134,8 +134,9 @@ def test_int8_dialogues_epochs_and_separate_held_out_data(place, tmp_path):
     lines.append({"prompt": "x" * 99, "completion": "never reached"})
     (tmp_path / "d.jsonl").write_text("\n".join(map(json.dumps, lines)))
     events = finetune(
-        "model=tiny", f"data={tmp_path}/d.jsonl", f"eval_data={place}/texts/text0.txt", "quantize=int8", "epochs=2",
-        "seq_len=32", "accumulation_steps=2", f"output_dir={tmp_path}/run", "scheduler=linear", "max_grad_norm=0",
+        "model=tiny", f"data={tmp_path}/d.jsonl", f"eval_data={place}/texts/text0.txt", "quantize=int8",
+        "epochs=2", "seq_len=32", "accumulation_steps=2", f"output_dir={tmp_path}/run", "scheduler=linear",
+        "max_grad_norm=0",
     )  # fmt: skip
     assert (events[0]["train_rows"], events[0]["total_steps"], events[0]["quantize"]) == (10, 5, "int8")
 

@@ -94,10 +94,12 @@ def test_an_unknown_key_far_from_all_lists_everything():
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        ("lr", "0"), ("lr", "fast"), ("steps", "0"), ("steps", "1.5"), ("method", "dora"), ("quantize", "fp8"),
+        ("lr", "0"), ("lr", "fast"), ("steps", "0"), ("steps", "1.5"), ("method", "dora"),
+        ("quantize", "fp8"),
         ("dtype", "fp16"), ("dropout", "1.5"), ("seq_len", "1"), ("batch_size", "0"), ("model", ""),
         ("data", []), ("data", [1]), ("data", 3), ("model", ["a"]), ("trust_remote_code", "maybe"),
-        ("scheduler", "polynomial"), ("eval_batches", "-1"), ("threads", "0"), ("wrap", "fast"), ("max_grad_norm", "-1"),
+        ("scheduler", "polynomial"), ("eval_batches", "-1"), ("threads", "0"), ("wrap", "fast"),
+        ("max_grad_norm", "-1"),
     ],
 )  # fmt: skip
 def test_values_outside_the_accepted_ones_are_refused(key, value):

@@ -53,9 +53,14 @@ def test_nested_state_survives(state):
     assert same(unflatten(json.loads(json.dumps(tree)), tensors), state)
 
 
-@given(st.recursive(st.one_of(st.none(), st.integers(), st.text(max_size=6)),
-                    lambda x: st.one_of(st.lists(x, max_size=3), st.dictionaries(st.text(max_size=6), x, max_size=2)),
-                    max_leaves=6))  # fmt: skip
+_TREES = st.recursive(
+    st.one_of(st.none(), st.integers(), st.text(max_size=6)),
+    lambda x: st.one_of(st.lists(x, max_size=3), st.dictionaries(st.text(max_size=6), x, max_size=2)),
+    max_leaves=6,
+)
+
+
+@given(_TREES)
 def test_malformed_trees_are_refused_or_harmless(tree):
     with contextlib.suppress(CheckpointError, TypeError, ValueError):
         unflatten(tree, {})

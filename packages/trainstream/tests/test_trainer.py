@@ -186,7 +186,7 @@ def test_a_micro_batch_without_labels_adds_nothing(tmp_path):
     rows = random_rows(2, labels=[0, 5])
     model = build()
     loss, _ = window_loss(copy.deepcopy(model), rows[1:])
-    trainer, steps, losses = run(tmp_path, model, rows, gradient_accumulation_steps=2)
+    _, steps, losses = run(tmp_path, model, rows, gradient_accumulation_steps=2)
     assert losses == pytest.approx([loss.item()], rel=1e-5)
     assert all(torch.isfinite(g).all() for g in steps[0].values())
     rows = random_rows(1, labels=[0])

@@ -34,7 +34,7 @@ def _sync_tree(folder: Path) -> None:
 
 
 def discard_folder(folder: Path) -> None:
-    """Remove a folder so that its name is gone before any of its files: half removed, it must not pass for whole."""
+    """Remove a folder, its name before its files: half removed, it must not pass for whole."""
     if folder.exists():
         doomed = folder.with_name(f".saving-{os.getpid()}-removing-{folder.name}")
         shutil.rmtree(doomed, ignore_errors=True)
@@ -82,7 +82,7 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what interrupted saves of dead processes left in `folder`, and finish an interrupted replacement."""
+    """Remove what interrupted saves of dead processes left, and finish an interrupted replacement."""
     if not folder.is_dir():
         return
     for entry in list(folder.iterdir()):

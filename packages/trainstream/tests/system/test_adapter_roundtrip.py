@@ -43,11 +43,9 @@ def plain_loss(model, rows):
     return total / (len(rows) * (SEQ - 1))
 
 
-def finetune(place, *words):
-    command = [
-        "finetune", "--json", "model=tiny", "data=texts", f"seq_len={SEQ}", "batch_size=4", "steps=12", "lr=1e-2",
-        "threads=1", "device=cpu", "eval_batches=100", "output_dir=run", *words,
-    ]  # fmt: skip
+def finetune(place, *words, lr="1e-2"):
+    command = ["finetune", "--json", "model=tiny", "data=texts", f"seq_len={SEQ}", "batch_size=4", "steps=12"]
+    command += [f"lr={lr}", "threads=1", "device=cpu", "eval_batches=100", "output_dir=run", *words]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.stderr
     return json_events(result.stdout)[-1]
@@ -98,6 +96,6 @@ def test_without_export_the_adapter_names_the_original_base(place):
 
 
 def test_a_full_fine_tune_gives_the_same_loss_in_plain_transformers(place):
-    result = finetune(place, "method=full", "dtype=fp32", "lr=1e-3")
+    result = finetune(place, "method=full", "dtype=fp32", lr="1e-3")
     model = AutoModelForCausalLM.from_pretrained(place / "run/model").eval()
     assert plain_loss(model, held_out_rows(place / "texts")) == pytest.approx(result["loss_after"], abs=1e-5)

@@ -54,7 +54,9 @@ def finetune(
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the keys with their defaults and exit.")] = False,
 ) -> None:
-    """Fine-tune a model: LoRA on an nf4 base, or every weight. Without arguments: SmolLM2-135M on Python source.
+    """Fine-tune a model: LoRA on an nf4 base, or every weight.
+
+    Without arguments: SmolLM2-135M on Python source text.
 
     Exit codes: 0 done, 2 something in the request is wrong, 130 stopped by Ctrl-C, 1 anything else.
     """

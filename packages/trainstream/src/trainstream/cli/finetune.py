@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import logging
 import math
@@ -50,6 +51,11 @@ class Data:
     held_out: list[text.Row]
     summary: str
 
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the training rows."""
+        return text.fingerprint(self.train)
+
 
 def run(settings: Settings, explicit: dict[str, Any], console: Console) -> int:
     """Carry out one fine-tune.
@@ -85,7 +91,7 @@ def _find_checkpoint(settings: Settings) -> storage.Checkpoint:
 def _resumed_settings(
     settings: Settings, explicit: dict[str, Any], checkpoint: storage.Checkpoint
 ) -> Settings:
-    """Take the settings of the checkpoint, and from the command line what may change between two parts of a run."""
+    """Take the settings of the checkpoint, and from the command line what may change within a run."""
     saved = checkpoint.data["settings"]
     folder = checkpoint.folder.resolve().parent
     changes = dict(explicit)
@@ -143,18 +149,21 @@ class _Run:
             if not resumed:
                 self.loss_before = self._evaluate("before")
                 _folders.sweep(self.output_dir)
-            if not self.interrupt.requested:
+            if not self._stopping():
                 self._train()
-            if self.interrupt.requested:
+            if self._stopping():
                 return self._stopped()
             result = self._save_result()
             self.loss_after = self._evaluate("after")
-            if self.interrupt.requested:
+            if self._stopping():
                 self.console.note(f"stopped during the last evaluation; the result is in {result['saved']}")
                 self.console.event("interrupted", step=self.progress.step, checkpoint=None, resume=None)
                 return self.interrupt.exit_code
             self._finish(result)
         return 0
+
+    def _stopping(self) -> bool:
+        return bool(self.interrupt.requested)
 
     def _announce(self, line: str) -> None:
         self.console.note(line)
@@ -220,8 +229,8 @@ class _Run:
         console.note(f"compute: {dtype} ({why})")
         console.note(f"data: {self.data.summary}")
         console.note(
-            f"training: {settings.method}, {trained / 1e6:.2f} M parameters, {self.total_steps} steps of {rows} x "
-            f"{settings.max_length} tokens"
+            f"training: {settings.method}, {trained / 1e6:.2f} M parameters, {self.total_steps} steps of "
+            f"{rows} x {settings.max_length} tokens"
             + (f", from step {self.progress.step}" if self.progress.step else "")
         )
 
@@ -246,10 +255,10 @@ class _Run:
             raise CheckpointError(
                 f"[resume] {checkpoint.folder}: its trained parameters are not those of the model"
             )
-        if saved["fingerprint"] != text.fingerprint(self.data.train):
+        if saved["fingerprint"] != self.data.fingerprint:
             raise CheckpointError(
-                f"[resume] the training data is not what {checkpoint.folder} was made with; restore the files, or "
-                "start a new run"
+                f"[resume] the training data is not what {checkpoint.folder} was made with; restore the "
+                "files, or start a new run"
             )
         try:
             self.optimizer.load_state_dict(state["optimizer"])
@@ -304,7 +313,7 @@ class _Run:
             "settings": self.settings.to_json(),
             "dtype": str(self.dtype).removeprefix("torch."),
             "threads": torch.get_num_threads(),
-            "fingerprint": text.fingerprint(self.data.train),
+            "fingerprint": self.data.fingerprint,
             "parameters": self.names,
             "losses": self.progress.losses,
             "loss_before": self.loss_before,
@@ -397,7 +406,8 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
         kind = "decoded base" if summary["decoded"] else "base"
         yield f"{kind:16} {summary['base']}"
         yield "use it           from transformers import AutoModelForCausalLM; from peft import PeftModel"
-        yield f"                 base = AutoModelForCausalLM.from_pretrained({summary['base']!r}, dtype='auto')"
+        base = repr(summary["base"])
+        yield f"                 base = AutoModelForCausalLM.from_pretrained({base}, dtype='auto')"
         yield f"                 model = PeftModel.from_pretrained(base, {summary['saved']!r})"
     else:
         yield f"use it           transformers.AutoModelForCausalLM.from_pretrained({summary['saved']!r})"
@@ -414,8 +424,8 @@ def _load_data(settings: Settings, tokenizer: Any) -> Data:
     rows, held_rows = train.rows, held.rows
     if not rows:
         raise ArgumentError(
-            f"data: {train.tokens} tokens in {len(train_docs)} documents give no row of {settings.max_length} tokens; "
-            "add data, or lower seq_len"
+            f"data: {train.tokens} tokens in {len(train_docs)} documents give no row of "
+            f"{settings.max_length} tokens; add data, or lower seq_len"
         )
     if not held_rows and not settings.eval_data and len(rows) > 1:
         # One document only, or held-out ones shorter than a row: hold out the last rows instead.

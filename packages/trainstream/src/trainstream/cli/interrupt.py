@@ -1,4 +1,4 @@
-"""Ctrl-C as a request: the first one asks the loop to stop at the next safe place, the second one stops at once."""
+"""Ctrl-C as a request: the first asks the loop to stop at the next safe place, the second stops at once."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def make_optimizer(model: Any, settings: Settings, total_steps: int) -> tuple[An
     from transformers import get_scheduler
 
     rate = settings.learning_rate or (5e-4 if settings.method == "lora" else 2e-5)
-    optimizer = torch.optim.AdamW(
+    adamw = torch.optim.AdamW(
         [parameter for parameter in model.parameters() if parameter.requires_grad],
         lr=rate,
         betas=(settings.adam_beta1, settings.adam_beta2),
@@ -64,7 +64,7 @@ def make_optimizer(model: Any, settings: Settings, total_steps: int) -> tuple[An
         weight_decay=settings.weight_decay,
     )
     model, optimizer = trainstream.wrap(
-        model, optimizer, max_grad_norm=settings.max_grad_norm or None, **settings.wrap
+        model, adamw, max_grad_norm=settings.max_grad_norm or None, **settings.wrap
     )
     scheduler = get_scheduler(
         settings.lr_scheduler_type,
@@ -138,7 +138,7 @@ def train(
                 restore_random_state(before_step)
                 return
             loss = chunked_loss(model, batch, items, settings.loss_chunk_size)
-            loss.backward()
+            loss.backward()  # type: ignore[no-untyped-call]
             step_loss += loss.detach()
         optimizer.step()
         scheduler.step()
@@ -237,7 +237,7 @@ def evaluate(
 def random_state() -> dict[str, Any]:
     """Return the state of every random generator that a model may use (dropout: torch's)."""
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         state["cuda"] = torch.cuda.get_rng_state_all()
     return state
 

@@ -193,8 +193,8 @@ def decoded_state_dict(model: Any) -> dict[str, torch.Tensor]:
 def save_decoded_base(model: Any, tokenizer: Any, folder: Path) -> None:
     """Save the base exactly as it was trained on, for `transformers.AutoModelForCausalLM.from_pretrained`.
 
-    Each packed weight is written as its decoded values in the dtype of the run, so the saved model computes what
-    the packed one did. Written atomically.
+    Each packed weight is written as its decoded values in the dtype of the run, so the saved model computes
+    what the packed one did. Written atomically.
 
     Args:
         model: A transformers model, or a PEFT model around one.

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
-import yaml
+import yaml  # type: ignore[import-untyped]
 
 from ts_core.errors import OptionError
 from ts_core.options import boolean, choice, fraction, integer, number
@@ -26,8 +26,8 @@ _BOOL_WORDS = {"true": True, "yes": True, "on": True, "false": False, "no": Fals
 def parse_scalar(text: str) -> Any:
     """Turn one word of a command line into the Python value that it spells.
 
-    `none` and `null` give None, `true/false/yes/no/on/off` a bool, then int, float and (in brackets) a list of
-    such values; anything else stays a string.
+    `none` and `null` give None, `true/false/yes/no/on/off` a bool, then int, float and (in brackets) a list
+    of such values; anything else stays a string.
 
     Args:
         text: The part after `=`.
@@ -249,7 +249,7 @@ def parse_word(word: str) -> tuple[str, str]:
     key = key.strip().replace("-", "_")
     if not equals or not key:
         raise OptionError(
-            f"cannot read {word!r}: expected key=value (for example steps=100) or a config file ending in .yaml"
+            f"cannot read {word!r}: expected key=value (such as steps=100) or a config file ending in .yaml"
         )
     return key, value
 
@@ -290,8 +290,8 @@ def merge(*sources: Mapping[str, Any]) -> Settings:
     settings = Settings(**values, wrap=wrap_options)
     if settings.method == "full" and settings.quantize not in (None, "none"):
         raise OptionError(
-            f"option quantize={settings.quantize!r} with method='full': a codec holds frozen weights only and a "
-            "full fine-tune freezes none; use quantize=none, or method=lora"
+            f"option quantize={settings.quantize!r} with method='full': a codec holds frozen weights only "
+            "and a full fine-tune freezes none; use quantize=none, or method=lora"
         )
     return settings
 

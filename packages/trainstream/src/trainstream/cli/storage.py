@@ -1,4 +1,4 @@
-"""Checkpoints of `trainstream finetune`: weights in the standard format, everything else as JSON and safetensors."""
+"""Checkpoints of `trainstream finetune`: weights in the standard format, the rest as JSON and safetensors."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
         raise CheckpointError(
-            f"[flatten] {path.strip('.') or 'state'}: expected tensors, numbers, texts and containers of them, "
-            f"given {type(value).__name__}; it cannot be saved without pickle"
+            f"[flatten] {path.strip('.') or 'state'}: expected tensors, numbers, texts and containers of "
+            f"them, given {type(value).__name__}; it cannot be saved without pickle"
         )
 
     return walk(state, ""), tensors
@@ -149,7 +149,7 @@ def read_state(folder: Path) -> Checkpoint:
         Its data and state, tensors on the CPU.
 
     Raises:
-        CheckpointError: There is no checkpoint, a file is missing or has another size, or the data is damaged.
+        CheckpointError: No checkpoint is there, a file is missing or has another size, or data is damaged.
     """
     path = folder / STATE_FILE
     if not path.is_file():

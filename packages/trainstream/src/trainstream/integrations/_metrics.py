@@ -40,9 +40,10 @@ class LogMetrics:
         """Return the entries, and start the next interval.
 
         Returns:
-            `ts_pinned_gb` (page-locked host memory), `ts_host_state_gb` (optimizer state in RAM), `ts_h2d_gb`,
-            `ts_d2h_gb` (copied between host and device since the last call), `ts_stall_s` (seconds the training
-            thread waited for updates or copies since then), `ts_peak_vram_gb`, `ts_tokens_per_s`. 1 GB = 1e9 bytes.
+            `ts_pinned_gb` (page-locked host memory), `ts_host_state_gb` (optimizer state in RAM),
+            `ts_h2d_gb`, `ts_d2h_gb` (copied between host and device since the last call), `ts_stall_s`
+            (seconds the training thread waited for updates or copies since then), `ts_peak_vram_gb`,
+            `ts_tokens_per_s`. 1 GB = 1e9 bytes.
         """
         now, counters = time.perf_counter(), self._counters()
         moved = {key: counters[key] - self._last[key] for key in ("h2d_bytes", "d2h_bytes", "stall_s")}
@@ -71,5 +72,5 @@ class LogMetrics:
 
 
 def _peak_vram_bytes() -> int:
-    used = torch.cuda.is_available() and torch.cuda.is_initialized()
+    used = torch.cuda.is_available() and torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
     return torch.cuda.max_memory_allocated() if used else 0

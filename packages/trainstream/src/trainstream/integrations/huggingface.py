@@ -30,7 +30,7 @@ __all__ = ["TrainStreamCallback", "TrainStreamTrainer", "load_model", "wrap_hf"]
 
 LOGGER = logging.getLogger("trainstream")
 
-# wrap() options that TrainingArguments state already: two places for one thing would have to disagree silently.
+# wrap() options that TrainingArguments state already: one thing must not have two places.
 _FROM_ARGUMENTS = {
     "lr": "learning_rate",
     "max_grad_norm": "max_grad_norm",
@@ -69,13 +69,14 @@ def wrap_hf(
 
 
 def _decoder_layers(model: nn.Module) -> list[nn.Module]:
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base: Any = model
+    base = base.get_base_model() if hasattr(base, "get_base_model") else base
     decoder = base.get_decoder() if hasattr(base, "get_decoder") else None
     layers = getattr(decoder, "layers", None)
     return list(layers) if isinstance(layers, nn.ModuleList) else []
 
 
-class TrainStreamTrainer(Trainer):
+class TrainStreamTrainer(Trainer):  # type: ignore[misc]
     """transformers' `Trainer` with the optimizer state on the host and the loss computed in chunks.
 
     Everything of `Trainer` keeps its meaning: schedules, accumulation, clipping, evaluation, callbacks,
@@ -83,8 +84,8 @@ class TrainStreamTrainer(Trainer):
     `class MyTrainer(TrainStreamTrainer, SFTTrainer)`.
 
     The loss of a step is the sum over its micro-batches of the cross-entropy of every label after the shift,
-    divided by the number of such labels in the whole step; so the gradient does not depend on how a step is cut
-    into micro-batches, and the logged loss is that number.
+    divided by the number of such labels in the whole step; so the gradient does not depend on how a step is
+    cut into micro-batches, and the logged loss is that number.
 
     Args:
         *args: As `Trainer`.
@@ -93,8 +94,8 @@ class TrainStreamTrainer(Trainer):
 
             - `chunked_loss` (True): compute the loss from hidden states, `loss_chunk_size` (1024) tokens at a
               time, so that logits never exist as a whole. If it is not given and the model or the arguments
-              do not allow it (no decoder and output head found, label smoothing, `compute_loss_func`), the model's
-              own loss is used and a warning says why; if it is given as True, that is an error.
+              do not allow it (no decoder and output head found, label smoothing, `compute_loss_func`), the
+              model's own loss is used and a warning says why; if it is given as True, that is an error.
             - `packing` (False): not in this release.
         **kwargs: As `Trainer`.
 
@@ -129,19 +130,19 @@ class TrainStreamTrainer(Trainer):
         if self.args.n_gpu > 1:
             LOGGER.warning("TrainStreamTrainer trains on one GPU; the other visible ones stay idle")
             self.args._n_gpu = 1
-        self._takes_loss_kwargs = self.model_accepts_loss_kwargs
+        self._takes_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # type: ignore[has-type]
         self._chunked = self._decide_chunked()
         if self._chunked:
-            # The loss is normalized here, whatever the model's forward accepts: makes Trainer count the labels,
-            # and keeps it from dividing by the number of micro-batches once more.
+            # The loss is normalized here, whatever the model's forward accepts: this makes Trainer count the
+            # labels, and keeps it from dividing by the number of micro-batches once more.
             self.model_accepts_loss_kwargs = True
 
     def _check_optim(self) -> None:
         name = str(getattr(self.args.optim, "value", self.args.optim))
         if self.optimizer is None and self.optimizer_cls_and_kwargs is None and name not in _ADAMW:
             raise OptionError(
-                f"option optim={name!r} is not available with TrainStreamTrainer; use one of {', '.join(_ADAMW)}, or "
-                "pass your own optimizer: optimizers=(optimizer, None)"
+                f"option optim={name!r} is not available with TrainStreamTrainer; use {' or '.join(_ADAMW)}, "
+                "or pass your own optimizer: optimizers=(optimizer, None)"
             )
 
     def _decide_chunked(self) -> bool:
@@ -163,19 +164,19 @@ class TrainStreamTrainer(Trainer):
 
     # ------------------------------------------------------------------------------------ optimizer
 
-    def create_optimizer(self, model: nn.Module | None = None) -> Optimizer:
-        """Let Trainer make its AdamW (decay groups, learning rate, betas, eps), then wrap the model with it."""
+    def create_optimizer(self, model: nn.Module | None = None) -> Any:
+        """Let Trainer make its AdamW (decay groups, rate, betas, eps), then wrap the model with it."""
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         if session_of(self.model) is None:
             plain = getattr(optimizer, "optimizer", optimizer)
-            _, wrapped = wrap_hf(self.model, plain, **self._wrap_options)
+            wrapped: Any = wrap_hf(self.model, plain, **self._wrap_options)[1]
             # accelerate would copy all optimizer state to the GPU and back; state stays where wrap put it.
             self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
             self.optimizer._is_accelerate_prepared = True  # so that prepare() leaves it alone
             if self.lr_scheduler is not None and wrapped is not plain:
                 # The user's scheduler watches the optimizer that it was made with.
                 wrapped.register_step_post_hook(lambda *_: setattr(plain, "_opt_called", True))
-            self._metrics = LogMetrics(wrapped) if wrapped is not None else None
+            self._metrics = LogMetrics(wrapped)
         return self.optimizer
 
     # ----------------------------------------------------------------------------------------- loss
@@ -198,7 +199,7 @@ class TrainStreamTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Compute the loss from hidden states in chunks, or as Trainer does where whole logits are asked for."""
+        """Compute the loss from hidden states in chunks, or as Trainer does where logits are asked for."""
         if self._metrics is not None and model.training and isinstance(inputs.get("input_ids"), torch.Tensor):
             self._metrics.count_tokens(inputs["input_ids"].numel())
         if not self._chunked or self._need_logits or inputs.get("labels") is None:
@@ -344,10 +345,10 @@ def chunking_obstacle(model: nn.Module) -> str:
     return ""
 
 
-class TrainStreamCallback(TrainerCallback):
+class TrainStreamCallback(TrainerCallback):  # type: ignore[misc]
     """Adds TrainStream's metrics to the logs of a stock `Trainer` that was given an `OffloadAdamW`.
 
-    They are in `trainer.state.log_history` and in what later callbacks (the printed line among them) are shown.
+    They are in `trainer.state.log_history` and in what later callbacks (the printed line too) are shown.
 
     Args:
         optimizer: The optimizer given to the Trainer.

@@ -5,6 +5,7 @@ import logging
 import os
 import subprocess
 import sys
+import types
 
 import pytest
 import torch
@@ -536,7 +537,7 @@ def test_other_transformers_internals_fall_back(llama_folder, ids, monkeypatch):
 
 
 def test_missing_or_old_transformers(monkeypatch):
-    monkeypatch.setattr(transformers, "__version__", "4.57.0")
+    monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(__version__="4.57.0"))
     with pytest.raises(MissingDependencyError, match=r"found 4\.57\.0"):
         build.import_transformers()
     monkeypatch.setitem(sys.modules, "transformers", None)

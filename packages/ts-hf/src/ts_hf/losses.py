@@ -242,8 +242,6 @@ def _chunked_loss(
 ) -> torch.Tensor:
     """Call the head chunk by chunk, for heads that are more than a matrix; backward computes them again."""
     valid = (targets != ignore_index).sum()
-    if isinstance(num_items, int) and num_items == 0 and targets.device.type == "cpu" and int(valid):
-        raise ArgumentError(message("causal_lm_loss_for", "num_items", "more than 0", f"0 for {int(valid)} labels"))
     total = hidden.sum(dtype=torch.float32) * 0.0  # a graph exists even if there is no token
     for start in range(0, hidden.shape[0], chunk_size):
         rows = slice(start, start + chunk_size)
@@ -306,8 +304,13 @@ def causal_lm_loss_for(
     chunk_size = integer("chunk_size", chunk_size, minimum=1)
     head = head_of(model)
     _check_inputs(hidden, labels, head.vocabulary, ignore_index)
-    if isinstance(num_items, (int, float)) and not num_items >= 0:
-        raise ArgumentError(message("causal_lm_loss_for", "num_items", "a count >= 0", num_items))
+    if isinstance(num_items, (int, float)) and not num_items > 0:
+        valid = count_items(labels, ignore_index)
+        if num_items < 0 or valid:
+            raise ArgumentError(
+                message("causal_lm_loss_for", "num_items", f"a count > 0 for {valid} valid labels", num_items)
+            )
+        num_items = None
     flat = hidden[:, :-1].reshape(-1, hidden.shape[-1])
     targets = labels[:, 1:].reshape(-1).to(flat.device, torch.long)
     if not head.plain:

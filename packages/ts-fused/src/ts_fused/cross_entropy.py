@@ -37,19 +37,25 @@ class _Needs(NamedTuple):
     bias: bool
 
 
-def _add_weight_gradient(total: Tensor, grad_logits: Tensor, hidden: Tensor) -> None:
-    """Add `grad_logits.T @ hidden` to the fp32 `total`, without a second fp32 tensor of its size."""
+def _add_weight_gradient(total: Tensor, grad_logits: Tensor, hidden: Tensor, *, fresh: bool) -> None:
+    """Add `grad_logits.T @ hidden` to the fp32 `total`, or write it there if `fresh`."""
+    beta = 0 if fresh else 1  # 0 ignores what `total` held
     if grad_logits.dtype == torch.float32:
-        total.addmm_(grad_logits.t(), hidden)
+        total.addmm_(grad_logits.t(), hidden, beta=beta)
         return
     if total.is_cuda:
         # cuBLAS adds up in fp32 and writes fp32.
-        torch.ops.aten.addmm.dtype_out(total, grad_logits.t(), hidden, torch.float32, out=total)
+        torch.ops.aten.addmm.dtype_out(total, grad_logits.t(), hidden, torch.float32, beta=beta, out=total)
         return
     # The CPU's product has the dtype of its factors: rounded once per chunk, then added in fp32.
     step = 8192
     for begin in range(0, total.shape[0], step):
-        total[begin : begin + step] += grad_logits[:, begin : begin + step].t() @ hidden
+        product = grad_logits[:, begin : begin + step].t() @ hidden
+        part = total[begin : begin + step]
+        if fresh:
+            part.copy_(product)
+        else:
+            part.add_(product)
 
 
 class _Accumulator:
@@ -69,8 +75,9 @@ class _Accumulator:
         )
         self.grad_hidden = torch.empty_like(hidden) if needs.hidden else None
         self.grad_weight = (
-            torch.zeros(weight.shape, dtype=torch.float32, device=device) if needs.weight else None
+            torch.empty(weight.shape, dtype=torch.float32, device=device) if needs.weight else None
         )
+        self.fresh = True  # nothing has been written to grad_weight yet
         self.grad_bias = (
             torch.zeros(weight.shape[0], dtype=torch.float32, device=device) if needs.bias else None
         )
@@ -85,6 +92,8 @@ class _Accumulator:
                     self.grad_hidden[rows] = 0.0
                 continue
             self._chunk(rows, targets[rows])
+        if self.fresh and self.grad_weight is not None:
+            self.grad_weight.zero_()
 
     def _chunk(self, rows: slice, targets: Tensor) -> None:
         o = self.options
@@ -110,7 +119,8 @@ class _Accumulator:
             else:
                 self.grad_hidden[rows] = logits @ self.weight
         if self.grad_weight is not None:
-            _add_weight_gradient(self.grad_weight, logits, hidden)
+            _add_weight_gradient(self.grad_weight, logits, hidden, fresh=self.fresh)
+            self.fresh = False
         if self.grad_bias is not None:
             self.grad_bias += logits.sum(0, dtype=torch.float32)
 

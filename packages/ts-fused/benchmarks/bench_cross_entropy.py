@@ -60,7 +60,7 @@ def main() -> None:
     """Run all shapes and print JSON lines."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--quick", action="store_true", help="one small shape, two runs")
+    parser.add_argument("--quick", "--smoke", action="store_true", help="one small shape, two runs")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

@@ -129,7 +129,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--repeat", type=int, default=5)
     parser.add_argument("--out", type=Path, help="append the JSON lines to this file too")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, once: does the script work")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.sizes, arguments.rounds, arguments.repeat = ["1M"], 1, 1
     machine = hardware()
     for threads in arguments.threads:
         torch.set_num_threads(threads)

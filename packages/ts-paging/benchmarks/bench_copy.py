@@ -67,7 +67,10 @@ def main():
     parser.add_argument("--mib", type=int, default=256, help="size of a copy")
     parser.add_argument("--repeat", type=int, default=8)
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, once: does the script work")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.mib, arguments.repeat = 4, 1
     nbytes = arguments.mib << 20
     setting = {
         "device": torch.cuda.get_device_name() if CUDA else platform.processor() or platform.machine(),

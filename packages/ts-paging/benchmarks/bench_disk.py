@@ -72,7 +72,10 @@ def main():
     parser.add_argument("--threads", type=int, default=4)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes, once: does the script work")
     arguments = parser.parse_args()
+    if arguments.smoke:
+        arguments.mib, arguments.repeat = 4, 1
     nbytes = arguments.mib << 20
     setting = {"machine": platform.machine(), "cores": os.cpu_count(), "mib": arguments.mib}
 

@@ -128,7 +128,7 @@ def lint(session: nox.Session) -> None:
 @nox.session(requires=["base"], reuse_venv=True)
 def types(session: nox.Session) -> None:
     """Run mypy --strict over the sources of all packages."""
-    session.install(*see_base(session), MYPY)
+    session.install(*see_base(session), MYPY, "typer")  # typer: its decorators decide what they wrap
     source_path = os.pathsep.join(str(ROOT / "packages" / p / "src") for p in PACKAGES)
     names = [word for p in PACKAGES for word in ("--package", module(p))]
     session.run("mypy", *names, env={"MYPYPATH": source_path})

@@ -40,7 +40,9 @@ def tiny_config(kind="llama", **changes):
     if kind == "mixtral":
         return t.MixtralConfig(**{"num_local_experts": 4, **small})
     if kind == "qwen3_moe":
-        return t.Qwen3MoeConfig(**{"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, **small})
+        return t.Qwen3MoeConfig(
+            **{"num_experts": 4, "moe_intermediate_size": 16, "num_experts_per_tok": 2, **small}
+        )
     if kind == "phi3":
         return t.Phi3Config(**small)
     if kind == "cohere":
@@ -48,14 +50,24 @@ def tiny_config(kind="llama", **changes):
     if kind == "granite":
         return t.GraniteConfig(**{"logits_scaling": 4.0, **small})
     if kind == "gpt2":
-        dropout = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0, "bos_token_id": 1, "eos_token_id": 2}
-        return t.GPT2Config(**{"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **dropout})
+        dropout = {
+            "attn_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "bos_token_id": 1,
+            "eos_token_id": 2,
+        }
+        return t.GPT2Config(
+            **{"vocab_size": 97, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, **dropout}
+        )
     raise AssertionError(kind)
 
 
 def tiny_model(kind="llama", **changes):
     torch.manual_seed(0)
-    return transformers.AutoModelForCausalLM.from_config(tiny_config(kind, **changes), dtype=torch.float32).eval()
+    return transformers.AutoModelForCausalLM.from_config(
+        tiny_config(kind, **changes), dtype=torch.float32
+    ).eval()
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ts_core.errors import ArgumentTypeError, CheckpointError, StorageError
 from ts_hf import load_model
 from ts_hf.checkpoint import Checkpoint, resolve
@@ -103,7 +104,8 @@ def test_unrelated_files_beside_an_index_are_ignored(llama_folder):
 
 @pytest.mark.parametrize(
     "name",
-    ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "a\\b.safetensors", "..", "", "C:x.safetensors", 5, None,
+    ["../x.safetensors", "/etc/x.safetensors", "a/b.safetensors", "a\\b.safetensors", "..", "",
+    "C:x.safetensors", 5, None,
      "a\0.safetensors", "model.bin", "\ud800.safetensors"],
 )  # fmt: skip
 def test_shard_names_must_be_plain_file_names(name, llama_folder):
@@ -112,7 +114,9 @@ def test_shard_names_must_be_plain_file_names(name, llama_folder):
         Checkpoint(llama_folder)
 
 
-@pytest.mark.parametrize("content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 50_000])
+@pytest.mark.parametrize(
+    "content", ["", "[]", "{}", '{"weight_map": []}', '{"weight_map": {}}', "[" * 50_000]
+)
 def test_index_that_is_no_index(content, llama_folder):
     (llama_folder / INDEX).write_text(content)
     with pytest.raises(CheckpointError, match=r"index\.json"):
@@ -145,7 +149,9 @@ def test_any_division_into_shards_reads_the_same(tmp_path, division):
     tensors = {f"t{index}": torch.full((index + 1,), float(index)) for index in range(len(division))}
     weight_map = {}
     for shard in set(division):
-        mine = {name: tensors[name] for name, number in zip(tensors, division, strict=True) if number == shard}
+        mine = {
+            name: tensors[name] for name, number in zip(tensors, division, strict=True) if number == shard
+        }
         safetensors.torch.save_file(mine, folder / f"part{shard}.safetensors")
         weight_map.update(dict.fromkeys(mine, f"part{shard}.safetensors"))
     (folder / INDEX).write_text(json.dumps({"weight_map": weight_map}))
@@ -174,7 +180,9 @@ def test_resolve_local_places(tmp_path, monkeypatch):
     assert resolve("~").path == tmp_path
 
 
-@pytest.mark.parametrize("name", ["./none", "/none/at/all", "a/b/c", "model.gguf", "sub/model.safetensors", "", "a b"])
+@pytest.mark.parametrize(
+    "name", ["./none", "/none/at/all", "a/b/c", "model.gguf", "sub/model.safetensors", "", "a b"]
+)
 def test_resolve_what_is_not_there(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     if name:
@@ -195,7 +203,9 @@ def test_hub_download_asks_for_no_code_and_no_pickle(monkeypatch, tmp_path, trus
         asked.update(name=name, allow=allow_patterns, ignore=ignore_patterns)
         return str(tmp_path)
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    monkeypatch.setitem(
+        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
+    )
     monkeypatch.chdir(tmp_path)
     found = resolve("some/model", trust_remote_code=trust, weights=weights)
     assert found.path == tmp_path
@@ -208,7 +218,9 @@ def test_hub_failure_is_named(monkeypatch, tmp_path):
     def snapshot_download(name, **_):
         raise OSError("no route\nmore")
 
-    monkeypatch.setitem(sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download))
+    monkeypatch.setitem(
+        sys.modules, "huggingface_hub", types.SimpleNamespace(snapshot_download=snapshot_download)
+    )
     monkeypatch.chdir(tmp_path)
     with pytest.raises(StorageError, match=r"'some/model' is no folder.*no route$"):
         resolve("some/model")

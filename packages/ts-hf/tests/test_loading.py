@@ -10,16 +10,29 @@ import types
 import pytest
 import torch
 import transformers
-import ts_quant
 from conftest import tiny_config, tiny_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+
+import ts_quant
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, MissingDependencyError, OptionError
 from ts_core.testing import assert_bit_equal, devices
 from ts_hf import Checkpoint, build, load_model, load_tokenizer, loading, streaming
 
-KINDS = ["llama", "qwen2", "gemma2", "gemma3", "mistral", "mixtral", "qwen3_moe", "phi3", "cohere", "granite", "gpt2"]
+KINDS = [
+    "llama",
+    "qwen2",
+    "gemma2",
+    "gemma3",
+    "mistral",
+    "mixtral",
+    "qwen3_moe",
+    "phi3",
+    "cohere",
+    "granite",
+    "gpt2",
+]
 
 
 def save(model, folder, **options):
@@ -66,7 +79,9 @@ def test_equals_from_pretrained(kind, tmp_path, ids):
     shard=st.sampled_from(["20KB", "5GB"]),
     tied=st.booleans(),
 )
-def test_equals_from_pretrained_across_dtypes_shards_and_ties(tmp_path_factory, ids, kind, stored, wanted, shard, tied):
+def test_equals_from_pretrained_across_dtypes_shards_and_ties(
+    tmp_path_factory, ids, kind, stored, wanted, shard, tied
+):
     folder = tmp_path_factory.mktemp("m")
     save(tiny_model(kind, tie_word_embeddings=tied).to(stored), folder, max_shard_size=shard)
     ours, theirs = load_model(folder, quantize=None, dtype=wanted), stock(folder, wanted)
@@ -108,7 +123,9 @@ def rewrite(folder, change):
 
 
 @pytest.mark.parametrize("quantize", [None, "nf4"])
-@pytest.mark.parametrize("lost", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"])
+@pytest.mark.parametrize(
+    "lost", ["model.layers.1.mlp.up_proj.weight", "model.embed_tokens.weight", "model.norm.weight"]
+)
 def test_parameter_in_no_file_is_an_error(lost, quantize, tmp_path):
     folder = rewrite(save(tiny_model(), tmp_path), lambda tensors: tensors.pop(lost))
     with pytest.raises(CheckpointError, match=rf"1 parameters .* first: '{lost}'"):
@@ -126,7 +143,8 @@ def test_missing_expert_is_an_error(tmp_path):
 
 def test_unused_tensors_are_listed_and_logged(tmp_path, caplog):
     folder = rewrite(save(tiny_model(), tmp_path), lambda tensors: tensors.update(
-        {"model.layers.7.extra.weight": torch.ones(2), "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
+        {"model.layers.7.extra.weight": torch.ones(2),
+         "model.layers.0.self_attn.rotary_emb.inv_freq": torch.ones(4)}
     ))  # fmt: skip
     with caplog.at_level(logging.INFO, logger="trainstream"):
         model = load_model(folder, quantize=None)
@@ -143,7 +161,9 @@ def test_shape_that_does_not_fit(tmp_path):
         tensors["model.norm.weight"] = torch.ones(33)
 
     folder = rewrite(save(tiny_model(), tmp_path), change)
-    with pytest.raises(CheckpointError, match=r"model\.safetensors: tensor 'model\.norm\.weight' has shape \(33,\)"):
+    with pytest.raises(
+        CheckpointError, match=r"model\.safetensors: tensor 'model\.norm\.weight' has shape \(33,\)"
+    ):
         load_model(folder, quantize=None)
 
 
@@ -160,7 +180,8 @@ def test_quantized_weights_without_a_word_in_the_config(dtype, tmp_path):
 
 def test_nan_in_a_weight_to_pack_names_the_file(tmp_path):
     folder = rewrite(
-        save(tiny_model(), tmp_path), lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][0, 0].fill_(float("nan"))
+        save(tiny_model(), tmp_path),
+        lambda tensors: tensors["model.layers.0.mlp.up_proj.weight"][0, 0].fill_(float("nan")),
     )
     with pytest.raises(CheckpointError, match=r"model\.safetensors: .*up_proj\.weight.*NaN"):
         load_model(folder, quantize="int8")
@@ -316,18 +337,26 @@ def test_packs_block_matrices_and_nothing_else(kind, codec, device, tmp_path, id
             torch.testing.assert_close(ours(ids).logits, theirs(ids).logits)
 
 
-@given(numel=st.integers(1, 5000), block=st.integers(1, 64).map(lambda n: 2 * n), codec=st.sampled_from(["int8", "nf4"]))
+@given(
+    numel=st.integers(1, 5000),
+    block=st.integers(1, 64).map(lambda n: 2 * n),
+    codec=st.sampled_from(["int8", "nf4"]),
+)
 def test_packed_bytes_is_what_the_codec_takes(numel, block, codec):
-    assert loading.packed_bytes(numel, codec, block) == ts_quant.quantize(
-        torch.ones(numel), codec, block_size=block
-    ).packed_bytes
+    assert (
+        loading.packed_bytes(numel, codec, block)
+        == ts_quant.quantize(torch.ones(numel), codec, block_size=block).packed_bytes
+    )
 
 
 def test_auto_packs_only_as_far_as_needed(tmp_path, monkeypatch):
     folder = save(tiny_model(hidden_size=64, intermediate_size=256, num_hidden_layers=4), tmp_path)
     full = load_model(folder, dtype="bf16").trainstream_receipt
     assert full["quantize"] is None
-    sizes = {codec: load_model(folder, quantize=codec).trainstream_receipt["bytes_after"] for codec in ("int8", "nf4")}
+    sizes = {
+        codec: load_model(folder, quantize=codec).trainstream_receipt["bytes_after"]
+        for codec in ("int8", "nf4")
+    }
     assert sizes["nf4"] < sizes["int8"] < full["bytes_before"]
 
     def with_ram(free, **options):
@@ -362,7 +391,13 @@ print(json.dumps({"peak": status("VmHWM") - before, **model.trainstream_receipt,
 @pytest.mark.parametrize("codec", ["nf4", "none"])
 def test_peak_memory_is_the_packed_model_and_one_tensor(codec, tmp_path):
     small = save(tiny_model(), tmp_path / "small")
-    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 2048, "head_dim": 64}
+    sizes = {
+        "hidden_size": 1024,
+        "intermediate_size": 4096,
+        "num_hidden_layers": 6,
+        "vocab_size": 2048,
+        "head_dim": 64,
+    }
     config = tiny_config(**sizes, num_attention_heads=16, num_key_value_heads=16)
     torch.manual_seed(0)
     model = load_model(config, quantize=None, random_weights=True)
@@ -472,7 +507,9 @@ def test_cuda_without_a_gpu(llama_folder):
 
 
 def test_config_overrides_reach_the_model(llama_folder, ids):
-    model = load_model(llama_folder, quantize=None, dtype="fp32", attn_implementation="eager", rms_norm_eps=0.5)
+    model = load_model(
+        llama_folder, quantize=None, dtype="fp32", attn_implementation="eager", rms_norm_eps=0.5
+    )
     assert model.config._attn_implementation == "eager"
     assert model.config.rms_norm_eps == 0.5
     assert_same_model(model, stock(llama_folder, attn_implementation="eager", rms_norm_eps=0.5), ids)
@@ -500,7 +537,9 @@ def test_no_config(llama_folder):
 
 
 def test_model_that_is_no_causal_lm(tmp_path):
-    transformers.ViTConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1).save_pretrained(tmp_path)
+    transformers.ViTConfig(hidden_size=8, num_attention_heads=2, num_hidden_layers=1).save_pretrained(
+        tmp_path
+    )
     with pytest.raises(CheckpointError, match="no causal language model"):
         load_model(tmp_path, random_weights=True)
 
@@ -577,5 +616,7 @@ def test_owner_and_stored_quantization():
     assert build.owner_of(layer, "0.bias") == (layer[0], "bias")
     assert build.stored_quantization(tiny_config()) is None
     config = tiny_config()
-    config.quantization_config = transformers.BitsAndBytesConfig(load_in_4bit=True)
+    config.quantization_config = types.SimpleNamespace(
+        quant_method=types.SimpleNamespace(value="bitsandbytes")
+    )
     assert build.stored_quantization(config) == "bitsandbytes"

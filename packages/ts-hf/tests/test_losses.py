@@ -11,6 +11,7 @@ from conftest import tiny_config, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError
 from ts_hf.losses import backbone, causal_lm_loss_for, count_items, head_of
 
@@ -32,7 +33,9 @@ def assert_same_gradients(model, reference, tolerance=1e-6):
     mine, theirs = gradients(model), gradients(reference)
     assert mine.keys() == theirs.keys()
     for name, grad in theirs.items():
-        torch.testing.assert_close(mine[name], grad, rtol=1e-5, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}")
+        torch.testing.assert_close(
+            mine[name], grad, rtol=1e-5, atol=tolerance, msg=lambda text, n=name: f"{n}: {text}"
+        )
 
 
 @pytest.mark.parametrize("chunk_size", [1, 4, 1000])
@@ -89,14 +92,21 @@ def test_unknown_changes_of_the_logits_are_refused_by_name(name, value, ids):
         ours(model, ids, ids)
 
 
-@pytest.mark.parametrize("name", ["attn_logit_softcapping", "router_logit_scale", "logit_scale_init_value", "lm_head_scale"])
+@pytest.mark.parametrize(
+    "name", ["attn_logit_softcapping", "router_logit_scale", "logit_scale_init_value", "lm_head_scale"]
+)
 def test_settings_that_do_not_touch_the_logits_pass(name, ids):
     model = tiny_model()
     setattr(model.config, name, 1.0 if name == "lm_head_scale" else 7.0)
     assert head_of(model).scale == 1.0
 
 
-@given(scale=st.floats(0.1, 4.0), cap=st.one_of(st.none(), st.floats(0.5, 30.0)), bias=st.booleans(), seed=st.integers(0, 99))
+@given(
+    scale=st.floats(0.1, 4.0),
+    cap=st.one_of(st.none(), st.floats(0.5, 30.0)),
+    bias=st.booleans(),
+    seed=st.integers(0, 99),
+)
 def test_formula_against_float64(scale, cap, bias, seed):
     generator = torch.Generator().manual_seed(seed)
     model = tiny_model("cohere", logit_scale=scale)
@@ -133,9 +143,14 @@ def test_count_is_taken_after_the_shift():
         count_items(torch.tensor(1))
 
 
-@given(st.lists(st.lists(st.sampled_from([-100, -1, 0, 5]), min_size=4, max_size=4), min_size=1, max_size=5), st.sampled_from([-100, -1, 0]))
+@given(
+    st.lists(st.lists(st.sampled_from([-100, -1, 0, 5]), min_size=4, max_size=4), min_size=1, max_size=5),
+    st.sampled_from([-100, -1, 0]),
+)
 def test_count_items_counts(rows, ignore):
-    assert count_items(torch.tensor(rows), ignore) == sum(label != ignore for row in rows for label in row[1:])
+    assert count_items(torch.tensor(rows), ignore) == sum(
+        label != ignore for row in rows for label in row[1:]
+    )
 
 
 def accumulated_rows():
@@ -223,7 +238,8 @@ def test_one_masked_micro_batch_in_a_window(counted):
     labels[1] = -100
     window = count_items(labels)
     total = sum(
-        ours(model, ids[i : i + 1], labels[i : i + 1], num_items=window if counted else None).item() for i in range(4)
+        ours(model, ids[i : i + 1], labels[i : i + 1], num_items=window if counted else None).item()
+        for i in range(4)
     )
     with torch.no_grad():
         if counted:
@@ -290,7 +306,9 @@ def test_bad_arguments(ids):
 
 def test_models_with_layers_between_backbone_and_head_are_refused(ids):
     bert = transformers.BertLMHeadModel(
-        transformers.BertConfig(vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, is_decoder=True)
+        transformers.BertConfig(
+            vocab_size=97, hidden_size=32, num_hidden_layers=1, num_attention_heads=4, is_decoder=True
+        )
     )
     with pytest.raises(OptionError, match="part of a larger module"):
         head_of(bert)
@@ -309,11 +327,15 @@ def test_models_without_backbone_or_head():
 
 def lora(model, **options):
     peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options})
+    config = peft.LoraConfig(
+        **{"r": 4, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False, **options}
+    )
     return peft.get_peft_model(model, config)
 
 
-@pytest.mark.parametrize("options", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}])
+@pytest.mark.parametrize(
+    "options", [{}, {"modules_to_save": ["lm_head"]}, {"target_modules": ["q_proj", "lm_head"]}]
+)
 @pytest.mark.parametrize("kind", ["llama", "gemma2"])
 @pytest.mark.filterwarnings("ignore:.*tie_word_embeddings.*:UserWarning")
 @pytest.mark.filterwarnings("ignore:.*tied.*:UserWarning")
@@ -343,7 +365,9 @@ def test_packed_base_trains_like_its_decoded_copy(tmp_path, ids):
     packed = load_model(tmp_path, quantize="nf4", dtype="fp32")
     decoded = load_model(tmp_path, quantize=None, dtype="fp32")
     with torch.no_grad():
-        for (name, mine), (_, plain) in zip(packed.named_parameters(), decoded.named_parameters(), strict=True):
+        for (name, mine), (_, plain) in zip(
+            packed.named_parameters(), decoded.named_parameters(), strict=True
+        ):
             if hasattr(mine, "dequantize") and hasattr(mine, "packed_bytes"):
                 plain.copy_(mine.dequantize())
                 assert plain.isfinite().all(), name
@@ -371,4 +395,6 @@ def test_bf16_model(ids):
 def test_float64_model(ids):
     model = tiny_model().double()
     with torch.no_grad():
-        torch.testing.assert_close(ours(model, ids, ids), model(ids, labels=ids).loss.float(), rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            ours(model, ids, ids), model(ids, labels=ids).loss.float(), rtol=1e-6, atol=1e-6
+        )

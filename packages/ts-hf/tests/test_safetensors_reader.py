@@ -14,6 +14,7 @@ import safetensors.torch
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ts_core.errors import ArgumentError, CheckpointError, StateError, StorageError
 from ts_core.testing import assert_bit_equal, shapes
 from ts_hf.safetensors_reader import MAX_HEADER_BYTES, SafetensorsReader
@@ -60,7 +61,10 @@ def oracle(path):
     """What the safetensors package reads, or None if it refuses."""
     try:
         with safetensors.safe_open(path, framework="pt") as file:
-            return {name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape()) for name in file.keys()}
+            return {
+                name: (file.get_slice(name).get_dtype(), file.get_slice(name).get_shape())
+                for name in sorted(file.keys())
+            }
     except safetensors.SafetensorError:
         return None
     except OverflowError:  # a size beyond what its Python side can show
@@ -74,7 +78,9 @@ DAMAGED = {
     "length_beyond_file": lambda p: write(p, {"a": entry()}, b"x", length=1000),
     "offsets_inverted": lambda p: write(p, {"a": entry(offsets=(1, 0))}, b"x"),
     "offsets_single": lambda p: write(p, {"a": entry(offsets=(0,))}, b"x"),
-    "offsets_overlap": lambda p: write(p, {"a": entry(shape=(2,), offsets=(0, 2)), "b": entry(offsets=(1, 2))}, b"xx"),
+    "offsets_overlap": lambda p: write(
+        p, {"a": entry(shape=(2,), offsets=(0, 2)), "b": entry(offsets=(1, 2))}, b"xx"
+    ),
     "offsets_hole": lambda p: write(p, {"a": entry(), "b": entry(offsets=(2, 3))}, b"xxx"),
     "offsets_first_hole": lambda p: write(p, {"a": entry(offsets=(1, 2))}, b"xx"),
     "offsets_past_end": lambda p: write(p, {"a": entry(shape=(9,), offsets=(0, 9))}, b"x"),
@@ -94,10 +100,14 @@ DAMAGED = {
     "header_no_json": lambda p: write(p, b"{hello"),
     "header_no_object": lambda p: write(p, b"[1]"),
     "header_no_utf8": lambda p: write(p, b'{"a\xff":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"),
-    "header_lone_surrogate": lambda p: write(p, b'{"a\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"),
+    "header_lone_surrogate": lambda p: write(
+        p, b'{"a\\ud800":{"dtype":"U8","shape":[1],"data_offsets":[0,1]}}', b"x"
+    ),
     "header_nested": lambda p: write(p, b'{"a":' + b"[" * 100_000 + b"]" * 100_000 + b"}"),
     "header_nan": lambda p: write(p, b'{"a":{"dtype":"U8","shape":[NaN],"data_offsets":[0,1]}}', b"x"),
-    "header_huge_number": lambda p: write(p, b'{"a":{"dtype":"U8","shape":[' + b"9" * 6000 + b'],"data_offsets":[0,1]}}'),
+    "header_huge_number": lambda p: write(
+        p, b'{"a":{"dtype":"U8","shape":[' + b"9" * 6000 + b'],"data_offsets":[0,1]}}'
+    ),
     "entry_no_object": lambda p: write(p, {"a": [1]}, b"x"),
     "metadata_no_strings": lambda p: write(p, {"__metadata__": {"a": 1}}),
     "metadata_no_object": lambda p: write(p, {"__metadata__": "x"}),
@@ -162,7 +172,11 @@ def test_unaligned_data_in_any_order(tmp_path):
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
-@given(dtype=st.sampled_from(DTYPES), shape=shapes(min_dims=0, max_dims=3, min_side=0, max_numel=300), seed=st.integers(0, 99))
+@given(
+    dtype=st.sampled_from(DTYPES),
+    shape=shapes(min_dims=0, max_dims=3, min_side=0, max_numel=300),
+    seed=st.integers(0, 99),
+)
 def test_read_gives_back_the_bits(tmp_path, dtype, shape, seed):
     count = max(1, torch.Size(shape).numel() * dtype.itemsize)
     raw = torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
@@ -188,17 +202,34 @@ def _bits(tensor):
 
 
 def _mutations():
-    number = st.sampled_from([0, 1, 2, 3, 4, 8, 12, 2**31, 2**62, 2**63, 2**64 - 1, 2**64, -1, 1.0, True, None, "4"])
+    number = st.sampled_from(
+        [0, 1, 2, 3, 4, 8, 12, 2**31, 2**62, 2**63, 2**64 - 1, 2**64, -1, 1.0, True, None, "4"]
+    )
     return st.lists(
         st.one_of(
             st.tuples(st.just("offset"), st.integers(0, 2), st.integers(0, 1), number),
             st.tuples(st.just("shape"), st.integers(0, 2), st.integers(0, 1), number),
-            st.tuples(st.just("dtype"), st.integers(0, 2), st.sampled_from(["U8", "F16", "F64", "F4", "X", 3]), st.none()),
-            st.tuples(st.just("drop"), st.integers(0, 2), st.sampled_from(["dtype", "shape", "data_offsets"]), st.none()),
+            st.tuples(
+                st.just("dtype"),
+                st.integers(0, 2),
+                st.sampled_from(["U8", "F16", "F64", "F4", "X", 3]),
+                st.none(),
+            ),
+            st.tuples(
+                st.just("drop"),
+                st.integers(0, 2),
+                st.sampled_from(["dtype", "shape", "data_offsets"]),
+                st.none(),
+            ),
             st.tuples(st.just("byte"), st.integers(0, 400), st.integers(0, 255), st.none()),
             st.tuples(st.just("cut"), st.integers(0, 400), st.none(), st.none()),
             st.tuples(st.just("grow"), st.integers(1, 9), st.none(), st.none()),
-            st.tuples(st.just("length"), number.filter(lambda n: type(n) is int and 0 <= n < 2**64), st.none(), st.none()),
+            st.tuples(
+                st.just("length"),
+                number.filter(lambda n: type(n) is int and 0 <= n < 2**64),
+                st.none(),
+                st.none(),
+            ),
         ),
         min_size=1,
         max_size=3,
@@ -208,7 +239,11 @@ def _mutations():
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow])
 @given(changes=_mutations())
 def test_mutated_files_never_crash_and_agree_with_the_oracle(tmp_path, changes):
-    header = {"a": entry("F32", (2, 1), (0, 8)), "b": entry("U8", (3,), (8, 11)), "c": entry("F16", (2,), (11, 15))}
+    header = {
+        "a": entry("F32", (2, 1), (0, 8)),
+        "b": entry("U8", (3,), (8, 11)),
+        "c": entry("F16", (2,), (11, 15)),
+    }
     items = list(header.values())
     for kind, where, what, value in changes:
         if kind == "offset":
@@ -236,11 +271,14 @@ def test_mutated_files_never_crash_and_agree_with_the_oracle(tmp_path, changes):
     try:
         reader = SafetensorsReader(path)
     except CheckpointError as error:
-        assert "mutant.safetensors" in str(error)
+        if "mutant.safetensors" not in str(error):
+            raise
         return
     with reader:
         assert expected is not None, "accepted what the safetensors package refuses"
-        assert {name: (reader.info(name).stored_dtype, list(reader.info(name).shape)) for name in reader} == expected
+        assert {
+            name: (reader.info(name).stored_dtype, list(reader.info(name).shape)) for name in reader
+        } == expected
         for name in reader:
             if reader.info(name).dtype is not None:
                 with safetensors.safe_open(path, framework="pt") as file:

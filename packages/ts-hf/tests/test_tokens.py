@@ -6,18 +6,28 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError, StorageError
 from ts_hf import stdlib_text, text_dataset
 from ts_hf.tokens import Document, Rows, read_documents
 
-texts = st.lists(st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=60), min_size=3, max_size=12)
+texts = st.lists(
+    st.text(st.characters(min_codepoint=32, max_codepoint=126), min_size=1, max_size=60),
+    min_size=3,
+    max_size=12,
+)
 
 
 def decode(tokenizer, ids):
     return tokenizer.decode([i for i in ids if i != tokenizer.pad_token_id], skip_special_tokens=False)
 
 
-@given(documents=texts, seq_len=st.integers(2, 9), held_out=st.sampled_from([0.0, 0.1, 0.5]), seed=st.integers(0, 5))
+@given(
+    documents=texts,
+    seq_len=st.integers(2, 9),
+    held_out=st.sampled_from([0.0, 0.1, 0.5]),
+    seed=st.integers(0, 5),
+)
 def test_blocks_hold_the_text_in_order_and_parts_are_disjoint(tokenizer, documents, seq_len, held_out, seed):
     documents = [f"{index}: some {text}" for index, text in enumerate(documents)]
     data = text_dataset(documents, tokenizer, seq_len, held_out=held_out, seed=seed)
@@ -48,7 +58,10 @@ def test_one_text_is_cut_at_a_line(tokenizer):
     assert decode(tokenizer, data.train.input_ids.reshape(-1).tolist()).startswith("line 0")
 
 
-@given(pairs=st.lists(st.tuples(st.text("ab ", max_size=6), st.text("cd", max_size=6)), min_size=2, max_size=8), seq_len=st.integers(2, 12))
+@given(
+    pairs=st.lists(st.tuples(st.text("ab ", max_size=6), st.text("cd", max_size=6)), min_size=2, max_size=8),
+    seq_len=st.integers(2, 12),
+)
 def test_prompts_are_masked_and_rows_are_padded(tokenizer, pairs, seq_len):
     entries = [{"prompt": prompt, "completion": completion} for prompt, completion in pairs]
     usable = []
@@ -86,7 +99,9 @@ def test_chats_learn_the_assistants_turns(tokenizer):
     for row, learned in ((0, "yo</s>zed</s>"), (1, "yo</s>")):
         labels = data.train.labels[row].tolist()
         assert decode(tokenizer, [label for label in labels if label != -100]) == learned
-    assert decode(tokenizer, data.train.input_ids[1].tolist()) == "<system>be</s><user>hi</s><assistant>yo</s>"
+    assert (
+        decode(tokenizer, data.train.input_ids[1].tolist()) == "<system>be</s><user>hi</s><assistant>yo</s>"
+    )
 
 
 def test_chats_need_a_usable_template(tokenizer):
@@ -104,7 +119,9 @@ def test_chats_need_a_usable_template(tokenizer):
 
 def test_files(tmp_path, tokenizer):
     (tmp_path / "a.txt").write_text("plain\ntext")
-    (tmp_path / "b.jsonl").write_text('{"text": "one\\u2028two"}\n\n"three"\n{"text": "four\u2028", "other": 1}\n')
+    (tmp_path / "b.jsonl").write_text(
+        '{"text": "one\\u2028two"}\n\n"three"\n{"text": "four\u2028", "other": 1}\n'
+    )
     (tmp_path / "c.json").write_text(json.dumps([{"text": "five"}, {"text": " "}]))
     (tmp_path / "d.md").write_text("  \n")
     found = [document.text for document in read_documents(tmp_path)]
@@ -120,7 +137,10 @@ def test_files(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("content", "words"),
     [
-        ('{"text": "a"}\n{"txt": "b"}', "line 2: expected text, prompt and completion, or messages, it has: txt"),
+        (
+            '{"text": "a"}\n{"txt": "b"}',
+            "line 2: expected text, prompt and completion, or messages, it has: txt",
+        ),
         ('{"text": "a"}\n{', "line 2: not JSON"),
         ("[1, 2]", "line 1: expected a JSON object or a string, given list"),
         ('{"messages": [1]}', "line 1: messages must be"),
@@ -160,7 +180,12 @@ def test_bad_sources(tmp_path, tokenizer):
             text_dataset(["aaaa", "bbbb"], tokenizer, **bad)
 
 
-@given(rows=st.integers(0, 9), size=st.integers(1, 4), seed=st.one_of(st.none(), st.integers(0, 9)), drop=st.booleans())
+@given(
+    rows=st.integers(0, 9),
+    size=st.integers(1, 4),
+    seed=st.one_of(st.none(), st.integers(0, 9)),
+    drop=st.booleans(),
+)
 def test_batches_hold_each_row_once(rows, size, seed, drop):
     ids = torch.arange(rows * 2).reshape(rows, 2)
     data = Rows(ids, ids.clone(), torch.ones_like(ids))

@@ -36,7 +36,7 @@ _HOME = {
     "text_dataset": "tokens",
 }
 
-__all__ = [  # noqa: RUF022 - sorted as _HOME is
+__all__ = [
     "Checkpoint",
     "SafetensorsReader",
     "backbone",

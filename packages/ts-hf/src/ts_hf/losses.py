@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError, message
 from ts_core.options import integer
 from ts_fused import chunked_cross_entropy
@@ -30,8 +31,12 @@ _SOFT_CAPS = ("final_logit_softcapping", "output_logit_soft_cap", "logits_soft_c
 _LOGITS_SCALING = {"granite": "divide", "minicpm3": "divide", "hyperclovax": "multiply"}
 _OUTPUT_MULTIPLIER = ("muse_spark", "muse_glimmer")
 # What looks like a change of the logits, and what only looks so.
-_SUSPICIOUS = re.compile(r"logit.*(scal|cap|mult|temp|mup)|(scal|cap|mult|temp|mup).*logit|lm_head.*(scal|mult)|soft_?cap")
-_HARMLESS = re.compile(r"att(n|ention)|router|init_value|gate|_up_|moe|contrastive|lsd_|invalid|router|max_logit_scale")
+_SUSPICIOUS = re.compile(
+    r"logit.*(scal|cap|mult|temp|mup)|(scal|cap|mult|temp|mup).*logit|lm_head.*(scal|mult)|soft_?cap"
+)
+_HARMLESS = re.compile(
+    r"att(n|ention)|router|init_value|gate|_up_|moe|contrastive|lsd_|invalid|router|max_logit_scale"
+)
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NEUTRAL = (None, 0, 0.0, 1, 1.0, False)
 
@@ -71,7 +76,8 @@ def _unwrap_peft(model: nn.Module) -> Any:
         for name, config in inner.peft_config.items():
             if getattr(config, "is_prompt_learning", False):
                 raise OptionError(
-                    f"[backbone] adapter {name!r}: {type(config).__name__} changes the inputs outside the transformers "
+                    f"[backbone] adapter {name!r}: {type(config).__name__} changes the inputs outside the "
+                    "transformers "
                     "model, so the hidden states cannot be had without it; use the model's own loss"
                 )
         inner = inner.get_base_model()
@@ -81,7 +87,8 @@ def _unwrap_peft(model: nn.Module) -> Any:
 def backbone(model: nn.Module) -> nn.Module:
     """Return the part of a causal LM that computes the last hidden state, without the output head.
 
-    Called as `backbone(model)(input_ids=..., attention_mask=...).last_hidden_state`. Adapters that PEFT put into
+    Called as `backbone(model)(input_ids=..., attention_mask=...).last_hidden_state`. Adapters that PEFT put
+    into
     the layers are inside it.
 
     Args:
@@ -156,7 +163,8 @@ def _scale_of(name: str, value: float, model_type: str) -> float:
     if name == "output_multiplier" and model_type in _OUTPUT_MULTIPLIER:
         return float(value)
     raise OptionError(
-        f"[causal_lm_loss_for] the config of {model_type!r} has {name}={value!r}, which may change the logits in a way "
+        f"[causal_lm_loss_for] the config of {model_type!r} has {name}={value!r}, which may change the "
+        "logits in a way "
         "not known here; use the model's own loss"
     )
 
@@ -188,13 +196,15 @@ def _check_nothing_between(model: Any, base: nn.Module, head: nn.Module) -> None
     inside = set(map(id, base.modules()))
     if id(head) not in inside and not any(child is head for child in model.children()):
         raise OptionError(
-            f"[causal_lm_loss_for] the output head of {type(model).__name__} is part of a larger module, whose other "
+            f"[causal_lm_loss_for] the output head of {type(model).__name__} is part of a larger module, "
+            "whose other "
             "layers come before it; use the model's own loss"
         )
     for name, child in model.named_children():
         if child is not base and child is not head and any(True for _ in child.parameters()):
             raise OptionError(
-                f"[causal_lm_loss_for] {type(model).__name__} has a module {name!r} beside its backbone and its output "
+                f"[causal_lm_loss_for] {type(model).__name__} has a module {name!r} beside its backbone and "
+                "its output "
                 "head, whose part in the logits is not known here; use the model's own loss"
             )
 
@@ -209,7 +219,8 @@ def head_of(model: nn.Module) -> Head:
         The head.
 
     Raises:
-        OptionError: No head, layers between backbone and head, or a config with a change of the logits that is
+        OptionError: No head, layers between backbone and head, or a config with a change of the logits that
+        is
             not known here; the message names it.
 
     Example:
@@ -219,7 +230,9 @@ def head_of(model: nn.Module) -> Head:
     inner = _unwrap_peft(model)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if not isinstance(head, nn.Module):
-        raise OptionError(f"[causal_lm_loss_for] {type(inner).__name__} has no output head to compute the loss with")
+        raise OptionError(
+            f"[causal_lm_loss_for] {type(inner).__name__} has no output head to compute the loss with"
+        )
     _check_nothing_between(inner, backbone(model), head)
     scale, cap = _logit_changes(inner.config)
     # Adapters and hooks on the head make it more than its weight.
@@ -251,19 +264,25 @@ def _chunked_loss(
     return total / divisor.clamp(min=1)
 
 
-def _check_inputs(hidden: torch.Tensor, labels: torch.Tensor, vocabulary: int | None, ignore_index: int) -> None:
+def _check_inputs(
+    hidden: torch.Tensor, labels: torch.Tensor, vocabulary: int | None, ignore_index: int
+) -> None:
     name = "causal_lm_loss_for"
     if labels.is_floating_point() or labels.dtype == torch.bool:
         raise ArgumentTypeError(message(name, "labels", "an integer tensor", labels.dtype))
     if hidden.dim() != 3 or labels.shape != hidden.shape[:2]:
         expected = "labels (B, S) for hidden states (B, S, H)"
-        raise ArgumentError(message(name, "labels", expected, f"{tuple(labels.shape)} for {tuple(hidden.shape)}"))
+        raise ArgumentError(
+            message(name, "labels", expected, f"{tuple(labels.shape)} for {tuple(hidden.shape)}")
+        )
     shifted = labels[:, 1:]
     if vocabulary is not None and shifted.numel() and labels.device.type == "cpu":
         bad = (shifted != ignore_index) & ((shifted < 0) | (shifted >= vocabulary))
         if bool(bad.any()):
             worst = int(shifted[bad][0])
-            raise ArgumentError(message(name, "labels", f"0 <= label < {vocabulary}, or {ignore_index}", worst))
+            raise ArgumentError(
+                message(name, "labels", f"0 <= label < {vocabulary}, or {ignore_index}", worst)
+            )
 
 
 def causal_lm_loss_for(
@@ -284,7 +303,8 @@ def causal_lm_loss_for(
         model: The causal LM, or a PEFT model around it; its head and config are looked up.
         hidden: Last hidden state `(B, S, H)`, from `backbone(model)`.
         labels: `(B, S)`, integer, not shifted.
-        num_items: Divisor, for losses accumulated over several micro-batches: `count_items` summed over the whole
+        num_items: Divisor, for losses accumulated over several micro-batches: `count_items` summed over the
+        whole
             window. None divides by this batch's own count.
         chunk_size: Tokens per chunk.
         ignore_index: Label that does not count.

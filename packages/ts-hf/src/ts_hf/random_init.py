@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+
 from ts_core.blocks import find_blocks
 
 from .streaming import Packing
@@ -45,10 +46,16 @@ class _Filler:
         for _, last, parameter in self.parameters_of(path, module):
             flagged: Any = parameter
             if not parameter.is_meta:
-                flagged._is_hf_initialized = True  # it has the value of __init__ and of the model's own initialization
+                flagged._is_hf_initialized = (
+                    True  # it has the value of __init__ and of the model's own initialization
+                )
                 continue
             values = torch.zeros(parameter.shape, dtype=parameter.dtype)
-            if parameter.dim() >= 2 and parameter.is_floating_point() and not isinstance(module, _ALWAYS_DRAWN):
+            if (
+                parameter.dim() >= 2
+                and parameter.is_floating_point()
+                and not isinstance(module, _ALWAYS_DRAWN)
+            ):
                 values.normal_(0.0, self.std)
             module._parameters[last] = nn.Parameter(values, requires_grad=parameter.requires_grad)
         unset: Any = module

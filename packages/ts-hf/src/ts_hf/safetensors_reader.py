@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import Any
 
 import torch
+
 from ts_core.errors import ArgumentError, CheckpointError, StateError, StorageError, message
 
 __all__ = ["MAX_HEADER_BYTES", "SafetensorsReader", "TensorInfo"]
@@ -152,7 +153,9 @@ class SafetensorsReader:
             # Opened by hand: the reader owns the file until close().
             self._file = self.path.open("rb", buffering=0)
         except OSError as error:
-            raise StorageError(error.errno, f"cannot open checkpoint file: {error.strerror}", str(path)) from error
+            raise StorageError(
+                error.errno, f"cannot open checkpoint file: {error.strerror}", str(path)
+            ) from error
         try:
             self._parse(os.fstat(self._file.fileno()).st_size)
         except BaseException:
@@ -166,12 +169,15 @@ class SafetensorsReader:
         return list(self._infos)
 
     def __contains__(self, name: object) -> bool:
+        """Tell whether there is a tensor of this name."""
         return name in self._infos
 
     def __len__(self) -> int:
+        """Count the tensors."""
         return len(self._infos)
 
     def __iter__(self) -> Iterator[str]:
+        """Go through the names, as `keys` does."""
         return iter(self._infos)
 
     def info(self, name: str) -> TensorInfo:
@@ -215,7 +221,9 @@ class SafetensorsReader:
         if self._file.closed:
             raise StateError(f"[SafetensorsReader.read] {self.path} was closed")
         if info.dtype is None:
-            raise CheckpointError(f"{self.path}: tensor {name!r} has dtype {info.stored_dtype}, which torch lacks")
+            raise CheckpointError(
+                f"{self.path}: tensor {name!r} has dtype {info.stored_dtype}, which torch lacks"
+            )
         if out is None:
             out = torch.empty(info.shape, dtype=info.dtype, device="cpu")
         elif (
@@ -230,7 +238,7 @@ class SafetensorsReader:
         if info.nbytes:
             flat = out.detach()
             flat = torch.view_as_real(flat) if flat.is_complex() else flat
-            self._fill(memoryview(flat.reshape(-1).view(torch.uint8).numpy()), info)
+            self._fill(flat.reshape(-1).view(torch.uint8).numpy().data, info)
         return out
 
     def close(self) -> None:
@@ -238,11 +246,13 @@ class SafetensorsReader:
         self._file.close()
 
     def __enter__(self) -> SafetensorsReader:
+        """Return itself; leaving the block closes the file."""
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        """Close."""
         self.close()
 
     def _fill(self, view: memoryview, info: TensorInfo) -> None:
@@ -257,7 +267,9 @@ class SafetensorsReader:
                         self._file.seek(info.begin + done)
                         count = self._file.readinto(part) or 0
             except OSError as error:
-                raise StorageError(error.errno, f"reading {info.name!r}: {error.strerror}", str(self.path)) from error
+                raise StorageError(
+                    error.errno, f"reading {info.name!r}: {error.strerror}", str(self.path)
+                ) from error
             if count <= 0:
                 raise self._bad(f"ends inside tensor {info.name!r}: the file shrank while it was open")
             done += count
@@ -288,9 +300,7 @@ class SafetensorsReader:
     def _parse(self, file_bytes: int) -> None:
         raw, start = self._header(file_bytes)
         try:
-            header = json.loads(
-                raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant
-            )
+            header = json.loads(raw.decode("utf-8"), object_pairs_hook=_unique, parse_constant=_no_constant)
         except _DuplicateKeyError as error:
             raise self._bad(f"in its header {error}") from None
         # RecursionError: deeply nested lists; ValueError: not JSON, or an integer of thousands of digits.
@@ -341,5 +351,7 @@ class SafetensorsReader:
                 raise self._bad(f"{where}: the size of shape {shape[:8]} overflows 64 bits")
         bits = count * _BITS[stored]
         if bits % 8 or bits // 8 != end - begin:
-            raise self._bad(f"{where}: {stored} {shape[:8]} takes {bits / 8:g} bytes, data_offsets give {end - begin}")
+            raise self._bad(
+                f"{where}: {stored} {shape[:8]} takes {bits / 8:g} bytes, data_offsets give {end - begin}"
+            )
         return TensorInfo(name, stored, _TORCH.get(stored), tuple(shape), start + begin, end - begin)

@@ -1,7 +1,8 @@
 """Fills an empty model from a checkpoint, one parameter at a time.
 
 Names are mapped by transformers' own tables (`get_model_conversion_mapping`), which also say how several
-tensors of a file become one parameter (the experts of a mixture) or one becomes several. What arrives is cast,
+tensors of a file become one parameter (the experts of a mixture) or one becomes several. What arrives is
+cast,
 moved and packed before the next tensor is read, so RAM holds the finished part of the model and what one
 parameter needs.
 """
@@ -17,8 +18,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch
-import ts_quant
 from torch import nn
+
+import ts_quant
 from ts_core.blocks import find_blocks
 from ts_core.errors import ArgumentError, CheckpointError
 
@@ -199,7 +201,8 @@ def make_plan(model: Any, checkpoint: Checkpoint) -> Plan:
         elif pattern is None or target.converter is None:
             first = target.sources[0][1]
             raise CheckpointError(
-                f"{checkpoint.file_of(key)}: tensors {first!r} and {key!r} are both for the parameter {name!r}"
+                f"{checkpoint.file_of(key)}: tensors {first!r} and {key!r} are both for the parameter "
+                f"{name!r}"
             )
         target.sources.append((pattern or key, key))
     place = {key: index for index, key in enumerate(checkpoint.keys())}
@@ -218,9 +221,10 @@ class _Stream:
         self.packing = packing
         self.device = device
         self.loaded: set[str] = set()
+        self.expected = frozenset(model.state_dict())
         self.exceptions = _dtype_plan(model, dtype)
-        # Tensors to be packed pass through these two buffers. Fresh ones, between packed tensors that stay, would
-        # leave holes in the heap: nearly half of the peak.
+        # Tensors to be packed pass through these two buffers. Fresh ones, between packed tensors that stay,
+        # would leave holes in the heap: half of the peak.
         self.raw = torch.empty(0, dtype=torch.uint8)
         self.cast = torch.empty(0, dtype=torch.uint8)
 
@@ -237,7 +241,8 @@ class _Stream:
         small = stored.dtype is None or stored.dtype.itemsize < 2
         if dtype.is_floating_point and (small or not (stored.dtype and stored.dtype.is_floating_point)):
             raise CheckpointError(
-                f"{self.checkpoint.file_of(key)}: tensor {key!r} is stored as {stored.stored_dtype}, which is not the "
+                f"{self.checkpoint.file_of(key)}: tensor {key!r} is stored as {stored.stored_dtype}, which "
+                "is not the "
                 "plain weight the model expects; the checkpoint is quantized, but its config does not say how"
             )
         if not passing or stored.dtype is None:
@@ -245,7 +250,9 @@ class _Stream:
         if self.raw.numel() < stored.nbytes:
             self.raw = torch.empty(0, dtype=torch.uint8)
             self.raw = torch.empty(stored.nbytes, dtype=torch.uint8)
-        tensor = self.checkpoint.read(key, out=self.raw[: stored.nbytes].view(stored.dtype).view(stored.shape))
+        tensor = self.checkpoint.read(
+            key, out=self.raw[: stored.nbytes].view(stored.dtype).view(stored.shape)
+        )
         if stored.dtype == dtype:
             return tensor
         nbytes = tensor.numel() * dtype.itemsize
@@ -260,7 +267,8 @@ class _Stream:
         if tuple(tensor.shape) != tuple(old.shape):
             key = sources[0][1]
             raise CheckpointError(
-                f"{self.checkpoint.file_of(key)}: tensor {key!r} has shape {tuple(tensor.shape)}, the model's "
+                f"{self.checkpoint.file_of(key)}: tensor {key!r} has shape {tuple(tensor.shape)}, the "
+                "model's "
                 f"{name!r} has {tuple(old.shape)}"
             )
         tensor = tensor.to(self.device)
@@ -287,16 +295,17 @@ class _Stream:
         except (RuntimeError, ValueError, IndexError, KeyError) as error:
             key = target.sources[0][1]
             raise CheckpointError(
-                f"{self.checkpoint.file_of(key)}: the {len(target.sources)} tensors for {target.name!r} (first: {key!r}) "
+                f"{self.checkpoint.file_of(key)}: the {len(target.sources)} tensors for {target.name!r} "
+                f"(first: {key!r}) "
                 f"do not fit together: {error}"
             ) from error
-        expected = self.model.state_dict()
         while made:
             name, tensor = made.popitem()
             tensor = tensor[0] if isinstance(tensor, list) else tensor
-            if name not in expected:
+            if name not in self.expected:
                 raise CheckpointError(
-                    f"{self.checkpoint.file_of(target.sources[0][1])}: tensor {target.sources[0][1]!r} was converted "
+                    f"{self.checkpoint.file_of(target.sources[0][1])}: tensor {target.sources[0][1]!r} was "
+                    "converted "
                     f"to {name!r}, which the model does not have"
                 )
             self.put(name, tensor.contiguous(), target.sources)
@@ -330,8 +339,14 @@ def stream(
         CheckpointError: A shape that does not fit, or a stored dtype that is no plain weight.
     """
     state = _Stream(model, checkpoint, packing, dtype, device)
-    passing = [t.sources[0][1] for t in plan.targets if packing.codec and t.converter is None and t.name in packing.names]
-    state.raw = torch.empty(max((checkpoint.info(key).nbytes for key in passing), default=0), dtype=torch.uint8)
+    passing = [
+        t.sources[0][1]
+        for t in plan.targets
+        if packing.codec and t.converter is None and t.name in packing.names
+    ]
+    state.raw = torch.empty(
+        max((checkpoint.info(key).nbytes for key in passing), default=0), dtype=torch.uint8
+    )
     with torch.no_grad():
         for target in plan.targets:
             state.fill(target)

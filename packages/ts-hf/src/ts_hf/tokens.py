@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, StorageError, message
 from ts_core.options import fraction, integer
 
@@ -26,7 +27,17 @@ IGNORE = -100
 _JSON_SUFFIXES = (".jsonl", ".ndjson", ".json")
 _SKIPPED_PARTS = frozenset(
     # Tests and tables: code pages and help topics would be a large, repetitive part of a short limit.
-    {"test", "tests", "idlelib", "lib2to3", "site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+    {
+        "test",
+        "tests",
+        "idlelib",
+        "lib2to3",
+        "site-packages",
+        "dist-packages",
+        "__pycache__",
+        "encodings",
+        "pydoc_data",
+    }
 )
 
 
@@ -70,9 +81,11 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         self.attention_mask = attention_mask
 
     def __len__(self) -> int:
+        """Count the rows."""
         return len(self.input_ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        """Return one row, as the keyword arguments of a model."""
         row = {"input_ids": self.input_ids[index], "labels": self.labels[index]}
         if self.attention_mask is not None:
             row["attention_mask"] = self.attention_mask[index]
@@ -118,7 +131,8 @@ class TextData:
         train: Rows to train on.
         held_out: Rows of documents that are in no training row.
         documents: How many documents there were.
-        dropped: Examples without a single label left after cutting them to `seq_len`, and text at the end of a
+        dropped: Examples without a single label left after cutting them to `seq_len`, and text at the end of
+        a
             part that did not fill a row (counted as one).
         tokens: Tokens of all rows, without padding.
     """
@@ -137,7 +151,8 @@ def stdlib_text(limit_bytes: int = 4_000_000) -> list[str]:
         limit_bytes: Stop before the texts together are longer than this, in UTF-8.
 
     Returns:
-        One string per file, in the order of a fixed shuffle of the sorted relative paths, so that a short limit
+        One string per file, in the order of a fixed shuffle of the sorted relative paths, so that a short
+        limit
         still gives a mixture.
 
     Raises:
@@ -152,7 +167,9 @@ def stdlib_text(limit_bytes: int = 4_000_000) -> list[str]:
     root = Path(sysconfig.get_path("stdlib"))
     names: list[str] = []
     for folder, inner, files in os.walk(root):
-        inner[:] = [name for name in inner if name not in _SKIPPED_PARTS]  # not even walked: site-packages is large
+        inner[:] = [
+            name for name in inner if name not in _SKIPPED_PARTS
+        ]  # not even walked: site-packages is large
         below = Path(folder).relative_to(root)
         names += [(below / name).as_posix() for name in files if name.endswith(".py")]
     names.sort()
@@ -181,10 +198,16 @@ def _as_document(entry: Any, field: str | None, where: str) -> Document:
         wanted = ["text"] if field is None else [field]
         if field is None and isinstance(entry.get("messages"), list):
             messages = tuple(entry["messages"])
-            if messages and all(isinstance(turn, dict) and "role" in turn and "content" in turn for turn in messages):
+            if messages and all(
+                isinstance(turn, dict) and "role" in turn and "content" in turn for turn in messages
+            ):
                 return Document(messages=messages)
             raise ArgumentError(f"[text_dataset] {where}: messages must be a list of {{role, content}}")
-        if field is None and isinstance(entry.get("prompt"), str) and isinstance(entry.get("completion"), str):
+        if (
+            field is None
+            and isinstance(entry.get("prompt"), str)
+            and isinstance(entry.get("completion"), str)
+        ):
             return Document(prompt=entry["prompt"], completion=entry["completion"])
         for name in wanted:
             if isinstance(entry.get(name), str):
@@ -192,7 +215,9 @@ def _as_document(entry: Any, field: str | None, where: str) -> Document:
         has = ", ".join(sorted(map(str, entry))[:8]) or "nothing"
         expected = f"a string field {field!r}" if field else "text, prompt and completion, or messages"
         raise ArgumentError(f"[text_dataset] {where}: expected {expected}, it has: {has}")
-    raise ArgumentError(f"[text_dataset] {where}: expected a JSON object or a string, given {type(entry).__name__}")
+    raise ArgumentError(
+        f"[text_dataset] {where}: expected a JSON object or a string, given {type(entry).__name__}"
+    )
 
 
 def _read_file(path: Path, field: str | None) -> Iterator[Document]:
@@ -231,17 +256,21 @@ def read_documents(source: Any, field: str | None = None) -> list[Document]:
     """Read documents from files or from memory.
 
     Args:
-        source: A path (`.jsonl`, `.ndjson` and `.json` hold one entry per line or a list; any other file is one
-            text; a folder stands for its files, sorted), a text, or a list of paths, texts and entries. A string
+        source: A path (`.jsonl`, `.ndjson` and `.json` hold one entry per line or a list; any other file is
+        one
+            text; a folder stands for its files, sorted), a text, or a list of paths, texts and entries. A
+            string
             is a path if such a file or folder exists, otherwise a text.
-        field: The field of a JSON entry that holds its text; by default "messages", "prompt" with "completion",
+        field: The field of a JSON entry that holds its text; by default "messages", "prompt" with
+        "completion",
             or "text", whichever is there.
 
     Returns:
         The documents, in order; empty ones are left out.
 
     Raises:
-        ArgumentError: An entry without usable fields, a line that is not JSON; the message names file and line.
+        ArgumentError: An entry without usable fields, a line that is not JSON; the message names file and
+        line.
         StorageError: A file that cannot be read.
 
     Example:
@@ -253,7 +282,9 @@ def read_documents(source: Any, field: str | None = None) -> list[Document]:
             document
             for index, item in enumerate(source)
             for document in (
-                [_as_document(item, field, f"entry {index}")] if isinstance(item, dict) else read_documents(item, field)
+                [_as_document(item, field, f"entry {index}")]
+                if isinstance(item, dict)
+                else read_documents(item, field)
             )
         ]
     elif isinstance(source, Document):
@@ -299,7 +330,8 @@ def _chat_row(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> tuple[list[
     """Encode a chat; the labels are the assistant's turns, each with the tokens that end it."""
     if not getattr(tokenizer, "chat_template", None):
         raise ArgumentError(
-            "[text_dataset] the data has messages, but the tokenizer has no chat template; use prompt and completion"
+            "[text_dataset] the data has messages, but the tokenizer has no chat template; use prompt and "
+            "completion"
         )
     ids = _chat_ids(tokenizer, messages, prompt=False)
     labels = [IGNORE] * len(ids)
@@ -310,7 +342,8 @@ def _chat_row(tokenizer: Any, messages: Sequence[dict[str, Any]]) -> tuple[list[
         after = _chat_ids(tokenizer, messages[: index + 1], prompt=False)
         if ids[: len(after)] != after or after[: len(before)] != before:
             raise ArgumentError(
-                "[text_dataset] this chat template rewrites earlier turns when a turn is added, so the assistant's "
+                "[text_dataset] this chat template rewrites earlier turns when a turn is added, so the "
+                "assistant's "
                 "tokens cannot be told apart; use prompt and completion"
             )
         labels[len(before) : len(after)] = after[len(before) :]
@@ -396,11 +429,13 @@ def text_dataset(
         field: As in `read_documents`.
 
     Returns:
-        Training and held-out rows. Text: rows of exactly `seq_len` tokens, labels equal to the tokens. Prompts
+        Training and held-out rows. Text: rows of exactly `seq_len` tokens, labels equal to the tokens.
+        Prompts
         and chats: rows padded on the right to the longest one, labels -100 on prompts and padding.
 
     Raises:
-        ArgumentError: No documents, texts mixed with prompts or chats, too little text for one training row, or a
+        ArgumentError: No documents, texts mixed with prompts or chats, too little text for one training row,
+        or a
             chat without a usable template.
         StorageError: A file that cannot be read.
 
@@ -433,6 +468,7 @@ def text_dataset(
             "give more data or a smaller seq_len"
         )
     tokens = sum(
-        int(rows.attention_mask.sum()) if rows.attention_mask is not None else rows.input_ids.numel() for rows in parts
+        int(rows.attention_mask.sum()) if rows.attention_mask is not None else rows.input_ids.numel()
+        for rows in parts
     )
     return TextData(parts[0], parts[1], len(documents), dropped, tokens)

@@ -157,10 +157,7 @@ def test_the_default_folder_is_named_by_model_and_time(monkeypatch, tmp_path, pl
 
 
 def test_built_in_data_and_default_steps(monkeypatch, tmp_path, place):
-    documents = [tmp_path / f"source{i}.py" for i in range(3)]
-    monkeypatch.setattr("trainstream.cli.data.stdlib_files", lambda: documents)
-    for i, path in enumerate(documents):
-        path.write_text(f"def f{i}(x):\n    return x + {i}\n" * 20)
+    monkeypatch.setattr("trainstream.cli.data.BUILT_IN_BYTES", 30_000)
     monkeypatch.setattr("trainstream.cli.finetune.BUILT_IN_STEPS", 2)
     events = finetune("model=tiny", f"output_dir={tmp_path}/run")
     assert events[0]["total_steps"] == 2
@@ -368,8 +365,8 @@ def test_a_resumed_run_checks_data_and_model(place, tmp_path):
         (["learnig_rate=1"], "did you mean learning_rate"),
         (["nonsense"], "key=value"),
         (["data=missing.txt"], "no such file"),
-        (["data=empty.txt"], "empty"),
-        (["data=short.txt"], "give no row of 16 tokens"),
+        (["data=empty.txt"], "no document"),
+        (["data=short.txt"], "give no training row of 16 tokens"),
         (["model=weightless"], "weightless"),
         (["model=nowhere/at/all"], "nowhere"),
         (["model=texts/text0.txt"], "text0.txt"),

@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from trainstream.cli import app
-from trainstream.cli.data import collate, hold_out, read_documents, to_rows
+from trainstream.cli.data import load_data
+from trainstream.cli.settings import merge
 from ts_quant import dequantize, quantize
 
 # PEFT uses a name that transformers has renamed.
@@ -28,8 +29,7 @@ def _one_thread():
 
 
 def held_out_rows(data):
-    _, held = hold_out(read_documents([str(data)]))
-    return to_rows(held, byte_tokenizer(), SEQ).rows
+    return load_data(merge({"data": str(data), "seq_len": SEQ}), byte_tokenizer()).held_out.input_ids
 
 
 def plain_loss(model, rows):
@@ -37,9 +37,8 @@ def plain_loss(model, rows):
     total = 0.0
     with torch.no_grad():
         for row in rows:
-            batch = collate([row], 0)
-            logits = model(input_ids=batch["input_ids"]).logits[0, :-1].double()
-            total += torch.nn.functional.cross_entropy(logits, batch["labels"][0, 1:], reduction="sum").item()
+            logits = model(input_ids=row[None]).logits[0, :-1].double()
+            total += torch.nn.functional.cross_entropy(logits, row[1:], reduction="sum").item()
     return total / (len(rows) * (SEQ - 1))
 
 

@@ -1,120 +1,75 @@
-"""From files to training rows: text, JSON lines with text, prompt and completion, or chat messages.
+"""The data of a run: which files, which rows make a micro-batch, and a hash to know them again.
 
-Text becomes full rows of `seq_len` tokens, each document ended by the end-of-text token. A prompt or a chat
-becomes one row of its own, whose loss counts the completion or the assistant's turns only.
+Reading, tokenizing and splitting are `ts_hf.text_dataset`'s work.
 """
 
 from __future__ import annotations
 
+import functools
 import glob
-import json
-import sysconfig
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import ts_hf
+from trainstream.cli.settings import Settings
 from ts_core.errors import ArgumentError
+from ts_hf.tokens import Document, Rows
 
-__all__ = [
-    "Document",
-    "Row",
-    "batch_indices",
-    "collate",
-    "fingerprint",
-    "hold_out",
-    "read_documents",
-    "stdlib_files",
-    "to_rows",
-]
+__all__ = ["Data", "batch", "batch_indices", "expand", "fingerprint", "load_data", "spread"]
 
-IGNORE = -100
-_TEXT_SUFFIXES = frozenset(
+HELD_OUT_SHARE = 0.1
+BUILT_IN_BYTES = 2_000_000
+# What a folder is searched for; a file that is named itself is read whatever its name.
+_SUFFIXES = frozenset(
     [
-        ".txt",
-        ".md",
-        ".rst",
-        ".py",
-        ".pyi",
-        ".c",
-        ".h",
-        ".cpp",
-        ".cc",
-        ".hpp",
-        ".cu",
-        ".rs",
-        ".go",
-        ".java",
-        ".js",
-        ".ts",
-        ".tex",
-        ".html",
-        ".css",
-        ".sh",
-        ".toml",
-        ".yaml",
-        ".yml",
-        ".csv",
+        *(
+            ".jsonl",
+            ".ndjson",
+            ".txt",
+            ".md",
+            ".rst",
+            ".py",
+            ".pyi",
+            ".c",
+            ".h",
+            ".cpp",
+            ".cc",
+            ".hpp",
+            ".cu",
+        ),
+        *(".rs", ".go", ".java", ".js", ".ts", ".tex", ".html", ".css", ".sh", ".csv"),
     ]
 )
 
 
-@dataclass(frozen=True)
-class Document:
-    """One training document.
-
-    Attributes:
-        source: Where it comes from, for messages: a file, or `file:line`.
-        text: The text of a plain document, else None.
-        prompt: The part that is read but not learnt, if `completion` is set.
-        completion: The part that is learnt.
-        messages: A chat: dicts with `role` and `content`.
-    """
-
-    source: str
-    text: str | None = None
-    prompt: str | None = None
-    completion: str | None = None
-    messages: list[dict[str, str]] | None = None
-
-
-@dataclass(frozen=True)
-class Row:
-    """Tokens of one training row and their labels (`IGNORE` where no loss is taken), of equal length."""
-
-    input_ids: list[int]
-    labels: list[int]
-
-
 @dataclass
-class Rows:
-    """What `to_rows` made, and what it had to leave out.
+class Data:
+    """Training and held-out rows, and a sentence about them."""
 
-    Attributes:
-        rows: The rows.
-        dropped: How many documents gave nothing to learn within `seq_len` tokens.
-        tokens: Tokens in all documents.
-    """
+    train: Rows
+    held_out: Rows
+    summary: str
 
-    rows: list[Row] = field(default_factory=list)
-    dropped: int = 0
-    tokens: int = 0
-
-
-# ------------------------------------------------------------------------------------------ reading
-
-
-def stdlib_files() -> list[Path]:
-    """Return the top modules of the running Python's standard library, sorted: the built-in training text."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    return sorted(root.glob("*.py"))
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Hash of the training rows."""
+        return fingerprint(self.train)
 
 
 def expand(sources: Iterable[str]) -> list[Path]:
-    """Turn files, folders and globs into a sorted list of files, each once.
+    """Turn files, folders and globs into a list of files, each once.
+
+    Args:
+        sources: Paths of files, of folders (searched for text and JSON-lines files, hidden ones left out), or
+            patterns with `*`, `?` and `**`.
+
+    Returns:
+        The files, those of a folder or pattern sorted.
 
     Raises:
         ArgumentError: A source matches nothing, or a folder holds no text files.
@@ -138,208 +93,57 @@ def expand(sources: Iterable[str]) -> list[Path]:
 
 
 def _readable(path: Path) -> bool:
-    hidden = any(part.startswith(".") for part in path.parts)
-    return not hidden and path.suffix.lower() in {*_TEXT_SUFFIXES, ".jsonl"}
+    return path.suffix.lower() in _SUFFIXES and not any(part.startswith(".") for part in path.parts)
 
 
-def read_documents(sources: Sequence[str]) -> list[Document]:
-    """Read every document of the sources.
-
-    Args:
-        sources: Files, folders (searched for text and .jsonl files) or globs.
-
-    Returns:
-        The documents in the order of the files; empty texts are left out.
-
-    Raises:
-        ArgumentError: Nothing is found, a file is not UTF-8, or a JSON line is not one of the known forms.
-    """
-    documents: list[Document] = []
-    for path in expand(sources):
-        try:
-            content = path.read_text(encoding="utf-8")
-        except UnicodeDecodeError as error:
-            raise ArgumentError(f"data: {path} is not UTF-8 text (byte {error.start})") from error
-        except OSError as error:
-            raise ArgumentError(f"data: cannot read {path}: {error.strerror}") from error
-        if path.suffix.lower() == ".jsonl":
-            documents += _json_lines(path, content)
-        elif content.strip():
-            documents.append(Document(str(path), text=content))
-    if not documents:
-        raise ArgumentError(f"data={','.join(sources)}: the files are empty")
-    return documents
-
-
-def read_stdlib() -> list[Document]:
-    """Read the built-in training text, one document per file."""
-    texts = [(path, path.read_text(encoding="utf-8", errors="replace")) for path in stdlib_files()]
-    return [Document(f"stdlib/{path.name}", text=text) for path, text in texts if text.strip()]
-
-
-def _json_lines(path: Path, content: str) -> Iterator[Document]:
-    # Not splitlines(): JSON strings may hold U+2028 and the like unescaped.
-    for number, line in enumerate(content.split("\n"), start=1):
-        if line.strip():
-            document = parse_json_line(line, f"{path}:{number}")
-            if document is not None:
-                yield document
-
-
-def parse_json_line(line: str, source: str) -> Document | None:
-    """Read one JSON line.
+def load_data(settings: Settings, tokenizer: Any) -> Data:
+    """Read, tokenize and split the data of a run.
 
     Args:
-        line: An object with `text`, with `prompt` and `completion`, or with `messages`.
-        source: `file:line`, for messages.
-
-    Returns:
-        The document, or None for an empty text.
-
-    Raises:
-        ArgumentError: Not JSON, or none of the three forms.
-    """
-    try:
-        record = json.loads(line)
-    except ValueError as error:
-        raise ArgumentError(f"data: {source} is not JSON: {error}") from error
-    if isinstance(record, dict):
-        if _texts(record, "prompt", "completion"):
-            return Document(source, prompt=record["prompt"], completion=record["completion"])
-        if _texts(record, "text"):
-            return Document(source, text=record["text"]) if record["text"].strip() else None
-        messages = record.get("messages")
-        if isinstance(messages, list) and messages and all(_is_message(m) for m in messages):
-            return Document(source, messages=[{"role": m["role"], "content": m["content"]} for m in messages])
-    found = f"keys {sorted(record)}" if isinstance(record, dict) else type(record).__name__
-    raise ArgumentError(
-        f'data: {source}: expected {{"text"}}, {{"prompt", "completion"}} or '
-        f'{{"messages": [{{"role", "content"}}, ...]}}, found {found}'
-    )
-
-
-def _texts(record: dict[str, Any], *keys: str) -> bool:
-    return all(isinstance(record.get(key), str) for key in keys)
-
-
-def _is_message(value: Any) -> bool:
-    return isinstance(value, dict) and _texts(value, "role", "content")
-
-
-# ----------------------------------------------------------------------------------- splitting, rows
-
-
-def hold_out(documents: Sequence[Document], every: int = 20) -> tuple[list[Document], list[Document]]:
-    """Set whole documents aside for the held-out loss: every 20th, at least one if there are two or more.
-
-    Args:
-        documents: All documents.
-        every: The distance between two that are set aside.
-
-    Returns:
-        Those to train on and those held out; the two share no document. A single document is not split
-        here: the caller holds out its last rows.
-
-    Example:
-        >>> train, held = hold_out([Document("a", "x"), Document("b", "y"), Document("c", "z")])
-        >>> [d.source for d in held]
-        ['c']
-    """
-    count = len(documents)
-    if count < 2:
-        return list(documents), []
-    step = min(every, count)
-    held = [d for index, d in enumerate(documents) if index % step == step - 1]
-    return [d for index, d in enumerate(documents) if index % step != step - 1], held
-
-
-def to_rows(documents: Sequence[Document], tokenizer: Any, seq_len: int) -> Rows:
-    """Turn documents into rows of at most `seq_len` tokens.
-
-    Args:
-        documents: Texts, prompts with completions, or chats.
+        settings: `data`, `eval_data` and `max_length` are used. Without `data` it is Python source text.
         tokenizer: A transformers tokenizer.
-        seq_len: Tokens per row. Texts are joined, each ended by the end-of-text token, and cut into rows of
-            exactly this length (what is left at the end is dropped); a prompt or chat is cut at it.
 
     Returns:
-        The rows with counts.
+        Rows to train on, and rows of documents that are in no training row (if there is only one short
+        document, its last rows).
 
     Raises:
-        ArgumentError: A chat is given and the tokenizer has no chat template.
+        ArgumentError: Nothing to read, or too little for one row.
+        StorageError: A file cannot be read.
     """
-    result = Rows()
-    end = [] if tokenizer.eos_token_id is None else [int(tokenizer.eos_token_id)]
-    texts = [document.text for document in documents if document.text is not None]
-    # All at once: fast tokenizers spread a batch over the cores.
-    tokenized = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"] if texts else []
-    stream = [int(i) for ids in tokenized for i in (*ids, *end)]
-    result.tokens += len(stream)
-    for document in documents:
-        if document.text is not None:
-            continue
-        row = _dialogue(document, tokenizer, end)
-        result.tokens += len(row.input_ids)
-        row = Row(row.input_ids[:seq_len], row.labels[:seq_len])
-        # Position 0 has no prediction: a row whose only label is there teaches nothing.
-        if all(label == IGNORE for label in row.labels[1:]):
-            result.dropped += 1
-        else:
-            result.rows.append(row)
-    for start in range(0, len(stream) - seq_len + 1, seq_len):
-        piece = stream[start : start + seq_len]
-        result.rows.append(Row(piece, piece))
-    return result
-
-
-def _ids(tokenizer: Any, text: str) -> list[int]:
-    # Long texts are cut into rows afterwards, so the warning about the model's length does not apply.
-    return [int(i) for i in tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
-
-
-def _dialogue(document: Document, tokenizer: Any, end: list[int]) -> Row:
-    if document.messages is None:
-        prompt = _ids(tokenizer, document.prompt or "")
-        answer = _ids(tokenizer, document.completion or "") + end
-        return Row(prompt + answer, [IGNORE] * len(prompt) + answer)
-    if getattr(tokenizer, "chat_template", None) is None:
-        raise ArgumentError(
-            f"data: {document.source} holds chat messages, but the model's tokenizer has no chat template; "
-            'use an instruction-tuned model, or lines with "prompt" and "completion"'
-        )
-    return _chat(document.messages, lambda *a, **k: _render(tokenizer, *a, **k))
-
-
-def _render(tokenizer: Any, messages: list[dict[str, str]], add_generation_prompt: bool = False) -> list[int]:
-    text = tokenizer.apply_chat_template(
-        messages, tokenize=False, add_generation_prompt=add_generation_prompt
+    if settings.data:
+        source: list[Any] = list(expand(settings.data))
+    else:
+        source = [Document(text=text) for text in ts_hf.stdlib_text(BUILT_IN_BYTES)]
+    share = 0.0 if settings.eval_data else HELD_OUT_SHARE
+    # One split for all seeds: runs that differ in the seed are compared on the same documents.
+    made = ts_hf.text_dataset(source, tokenizer, settings.max_length, held_out=share, seed=0)
+    train, held_out = made.train, made.held_out
+    if settings.eval_data:
+        held_out = ts_hf.text_dataset(
+            expand(settings.eval_data), tokenizer, settings.max_length, held_out=0.0
+        ).train
+    elif not len(held_out) and len(train) > 1:
+        cut = len(train) - max(1, round(len(train) * HELD_OUT_SHARE))
+        train, held_out = _part(train, slice(cut)), _part(train, slice(cut, None))
+    name = ", ".join(settings.data) or "this Python's library source"
+    return Data(
+        train,
+        held_out,
+        f"{name}: {made.documents} documents, {len(train)} rows to train on, {len(held_out)} held out",
     )
-    return _ids(tokenizer, text)
 
 
-def _chat(messages: list[dict[str, str]], render: Callable[..., list[int]]) -> Row:
-    """Label the assistant's turns: from the end of what prompts a turn to the end of that turn."""
-    ids = render(messages)
-    labels = [IGNORE] * len(ids)
-    for index, message in enumerate(messages):
-        if message["role"] == "assistant":
-            start = _shared(ids, render(messages[:index], add_generation_prompt=True))
-            stop = _shared(ids, render(messages[: index + 1]))
-            labels[start:stop] = ids[start:stop]
-    return Row(ids, labels)
+def _part(rows: Rows, which: slice | list[int]) -> Rows:
+    mask = rows.attention_mask
+    return Rows(rows.input_ids[which], rows.labels[which], None if mask is None else mask[which])
 
 
-def _shared(whole: list[int], part: list[int]) -> int:
-    """Return how many leading tokens the two have in common."""
-    count = 0
-    for a, b in zip(whole, part, strict=False):
-        if a != b:
-            break
-        count += 1
-    return count
-
-
-# ------------------------------------------------------------------------------------------ batches
+def spread(rows: Rows, count: int) -> Rows:
+    """Return up to `count` rows, evenly spaced over all of them."""
+    if len(rows) <= count:
+        return rows
+    return _part(rows, [index * len(rows) // count for index in range(count)])
 
 
 def batch_indices(step: int, batch_size: int, count: int, seed: int) -> list[int]:
@@ -369,43 +173,38 @@ def batch_indices(step: int, batch_size: int, count: int, seed: int) -> list[int
     return picked
 
 
-_orders: dict[tuple[int, int, int], list[int]] = {}
-
-
+@functools.lru_cache(maxsize=3)
 def _order(epoch: int, count: int, seed: int) -> list[int]:
-    key = (epoch, count, seed)
-    if key not in _orders:
-        if len(_orders) > 2:
-            _orders.clear()
-        generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
-        _orders[key] = torch.randperm(count, generator=generator).tolist()
-    return _orders[key]
+    generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
+    return torch.randperm(count, generator=generator).tolist()
 
 
-def collate(rows: Sequence[Row], pad_id: int, device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
-    """Pad rows to the longest of them.
+def batch(rows: Rows, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+    """Take rows as one micro-batch, without the columns that are padding in all of them.
 
     Args:
-        rows: At least one.
-        pad_id: Token at the padding; its label is `IGNORE`.
+        rows: The data set; padding is on the right.
+        indices: Which rows.
         device: Where the tensors go.
 
     Returns:
-        `input_ids` and `labels`, int64 [rows, longest]; `attention_mask` too if any row is shorter.
+        `input_ids` and `labels`, int64 `(B, S)`; `attention_mask` too if any of these rows is padded.
     """
-    longest = max(len(row.input_ids) for row in rows)
-    ids = [row.input_ids + [pad_id] * (longest - len(row.input_ids)) for row in rows]
-    labels = [row.labels + [IGNORE] * (longest - len(row.labels)) for row in rows]
-    batch = {"input_ids": torch.tensor(ids, device=device), "labels": torch.tensor(labels, device=device)}
-    if any(len(row.input_ids) < longest for row in rows):
-        mask = [[1] * len(row.input_ids) + [0] * (longest - len(row.input_ids)) for row in rows]
-        batch["attention_mask"] = torch.tensor(mask, device=device)
-    return batch
+    chosen = _part(rows, list(indices))
+    taken = {"input_ids": chosen.input_ids, "labels": chosen.labels}
+    if chosen.attention_mask is not None:
+        longest = int(chosen.attention_mask.sum(dim=1).max())
+        taken = {name: tensor[:, :longest] for name, tensor in taken.items()}
+        mask = chosen.attention_mask[:, :longest]
+        if not mask.all():
+            taken["attention_mask"] = mask
+    return {name: tensor.contiguous().to(device) for name, tensor in taken.items()}
 
 
-def fingerprint(rows: Sequence[Row]) -> str:
+def fingerprint(rows: Rows) -> str:
     """Return a hash of the rows, by which a resumed run knows that the data is still the same."""
     digest = sha256()
-    for row in rows:
-        digest.update(torch.tensor([row.input_ids, row.labels]).numpy().tobytes())
+    for tensor in (rows.input_ids, rows.labels):
+        digest.update(str(tuple(tensor.shape)).encode())
+        digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import logging
 import math
@@ -20,9 +19,9 @@ import torch
 import trainstream
 from trainstream import _folders
 from trainstream._session import host_peak_bytes
-from trainstream.cli import data as text
 from trainstream.cli import loop, models, storage
 from trainstream.cli.console import Console
+from trainstream.cli.data import load_data, spread
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import FIXED_ON_RESUME, Settings, changed, merge
 from ts_core.errors import ArgumentError, CheckpointError, OptionError
@@ -41,20 +40,6 @@ _OWN_KEYS = {
     "device": "device",
     "blocks": "model",
 }
-
-
-@dataclasses.dataclass
-class Data:
-    """Training and held-out rows, and a sentence about them."""
-
-    train: list[text.Row]
-    held_out: list[text.Row]
-    summary: str
-
-    @functools.cached_property
-    def fingerprint(self) -> str:
-        """Hash of the training rows."""
-        return text.fingerprint(self.train)
 
 
 def run(settings: Settings, explicit: dict[str, Any], console: Console) -> int:
@@ -184,10 +169,7 @@ class _Run:
         console.note(f"loading {settings.model} ...")
         self.base = base = models.load_base(settings, self.dtype, self.device, weights)
         self.output_dir = Path(settings.output_dir or RUNS / f"{base.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-        self.pad_id = next(
-            int(i) for i in (base.tokenizer.pad_token_id, base.tokenizer.eos_token_id, 0) if i is not None
-        )
-        self.data = _load_data(settings, base.tokenizer)
+        self.data = load_data(settings, base.tokenizer)
         self.total_steps = self._count_steps(saved)
         self.base_path = self._base_path()
         model = base.model
@@ -275,10 +257,10 @@ class _Run:
 
     def _evaluate(self, when: str) -> float | None:
         settings = self.settings
-        rows = _spread(self.data.held_out, settings.eval_batches * settings.per_device_train_batch_size)
-        if not rows:
+        rows = spread(self.data.held_out, settings.eval_batches * settings.per_device_train_batch_size)
+        if not len(rows):
             return None
-        loss = loop.evaluate(self.model, rows, settings, self.pad_id, self.interrupt)
+        loss = loop.evaluate(self.model, rows, settings, self.interrupt)
         if loss is not None:
             perplexity = math.exp(min(loss, 700.0))
             self.console.event("eval", when=when, loss=loss, perplexity=perplexity, rows=len(rows))
@@ -297,7 +279,6 @@ class _Run:
                 self.data.train,
                 self.settings,
                 total_steps=self.total_steps,
-                pad_id=self.pad_id,
                 progress=self.progress,
                 console=self.console,
                 interrupt=self.interrupt,
@@ -411,43 +392,6 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
         yield f"                 model = PeftModel.from_pretrained(base, {summary['saved']!r})"
     else:
         yield f"use it           transformers.AutoModelForCausalLM.from_pretrained({summary['saved']!r})"
-
-
-def _load_data(settings: Settings, tokenizer: Any) -> Data:
-    documents = text.read_documents(settings.data) if settings.data else text.read_stdlib()
-    if settings.eval_data:
-        train_docs, held_docs = documents, text.read_documents(settings.eval_data)
-    else:
-        train_docs, held_docs = text.hold_out(documents)
-    train = text.to_rows(train_docs, tokenizer, settings.max_length)
-    held = text.to_rows(held_docs, tokenizer, settings.max_length)
-    rows, held_rows = train.rows, held.rows
-    if not rows:
-        raise ArgumentError(
-            f"data: {train.tokens} tokens in {len(train_docs)} documents give no row of "
-            f"{settings.max_length} tokens; add data, or lower seq_len"
-        )
-    if not held_rows and not settings.eval_data and len(rows) > 1:
-        # One document only, or held-out ones shorter than a row: hold out the last rows instead.
-        cut = max(1, len(rows) // 20)
-        rows, held_rows = rows[:-cut], rows[-cut:]
-    source = ", ".join(settings.data) or "the running Python's library source"
-    summary = (
-        f"{source}: {len(documents)} documents, {len(rows)} rows to train on, {len(held_rows)} held out"
-        + (
-            f", {train.dropped + held.dropped} without anything to learn left out"
-            if train.dropped + held.dropped
-            else ""
-        )
-    )
-    return Data(rows, held_rows, summary)
-
-
-def _spread(rows: list[text.Row], count: int) -> list[text.Row]:
-    """Return up to `count` rows, evenly spaced over all of them."""
-    if len(rows) <= count:
-        return rows
-    return [rows[index * len(rows) // count] for index in range(count)]
 
 
 logging.getLogger("trainstream").addHandler(logging.NullHandler())

@@ -1,7 +1,8 @@
 """The training loop of `trainstream finetune`. It is also an example: nothing here is hidden in a class.
 
 model, optimizer = trainstream.wrap(model, AdamW(...))
-loss = causal_lm_loss_for(model, ...)      # from hidden states, a chunk of tokens at a time
+hidden = backbone(model)(input_ids=ids).last_hidden_state
+loss = causal_lm_loss_for(model, hidden, labels)  # the logits of a chunk of tokens at a time
 loss.backward(); optimizer.step()
 """
 
@@ -9,7 +10,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,9 +19,10 @@ import torch
 import trainstream
 import ts_hf
 from trainstream.cli.console import Console, tiers_text
-from trainstream.cli.data import Row, batch_indices, collate
+from trainstream.cli.data import batch, batch_indices
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import Settings
+from ts_hf.tokens import Rows
 
 __all__ = ["Progress", "evaluate", "make_optimizer", "random_state", "restore_random_state", "train"]
 
@@ -79,11 +81,10 @@ def train(
     model: Any,
     optimizer: Any,
     scheduler: Any,
-    rows: Sequence[Row],
+    rows: Rows,
     settings: Settings,
     *,
     total_steps: int,
-    pad_id: int,
     progress: Progress,
     console: Console,
     interrupt: Interrupt,
@@ -101,7 +102,6 @@ def train(
         rows: Training rows.
         settings: Batch sizes and intervals are used.
         total_steps: Where to stop.
-        pad_id: Token at padding.
         progress: Updated.
         console: Told about losses.
         interrupt: Asked before every micro-batch.
@@ -117,34 +117,28 @@ def train(
     while progress.step < total_steps:
         start = time.perf_counter()
         before_step = random_state()
+        size = settings.per_device_train_batch_size
+        first = progress.step * accumulation
         batches = [
-            collate([rows[i] for i in indices], pad_id, device)
-            for indices in (
-                batch_indices(
-                    progress.step * accumulation + k,
-                    settings.per_device_train_batch_size,
-                    len(rows),
-                    settings.seed,
-                )
-                for k in range(accumulation)
-            )
+            batch(rows, batch_indices(first + k, size, len(rows), settings.seed), device)
+            for k in range(accumulation)
         ]
         # One divisor for the whole step, so that accumulation gives the gradient of one large batch.
-        items = sum(ts_hf.count_items(batch["labels"]) for batch in batches)
+        items = sum(ts_hf.count_items(micro["labels"]) for micro in batches)
         step_loss = torch.zeros((), device=device)
-        for batch in batches:
+        for micro in batches:
             if interrupt.requested:
                 optimizer.zero_grad(set_to_none=True)
                 restore_random_state(before_step)
                 return
-            loss = chunked_loss(model, batch, items, settings.loss_chunk_size)
+            loss = chunked_loss(model, micro, items, settings.loss_chunk_size)
             loss.backward()  # type: ignore[no-untyped-call]
             step_loss += loss.detach()
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
-        progress.tokens += sum(batch["input_ids"].numel() for batch in batches)
+        progress.tokens += sum(micro["input_ids"].numel() for micro in batches)
         progress.seconds += time.perf_counter() - start
         since_log.append(step_loss)
         _report(model, scheduler, settings, total_steps, progress, console, since_log)
@@ -152,18 +146,18 @@ def train(
             save()
 
 
-def chunked_loss(model: Any, batch: dict[str, torch.Tensor], items: int, chunk_size: int) -> torch.Tensor:
+def chunked_loss(model: Any, micro: dict[str, torch.Tensor], items: int, chunk_size: int) -> torch.Tensor:
     """Return the summed cross-entropy of a micro-batch over `items`, without its logits ever existing whole.
 
     Args:
         model: The model.
-        batch: `input_ids`, `labels` and perhaps `attention_mask`, as `collate` makes them.
+        micro: `input_ids`, `labels` and perhaps `attention_mask`.
         items: The divisor: labels counted over the whole step.
         chunk_size: Tokens whose logits exist at a time.
     """
-    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    inputs = {name: tensor for name, tensor in micro.items() if name != "labels"}
     hidden = ts_hf.backbone(model)(**inputs, use_cache=False).last_hidden_state
-    return ts_hf.causal_lm_loss_for(model, hidden, batch["labels"], items, chunk_size)
+    return ts_hf.causal_lm_loss_for(model, hidden, micro["labels"], items, chunk_size)
 
 
 def _report(
@@ -199,16 +193,13 @@ def _report(
     console.advance(tokens_per_s=f"{progress.tokens_per_s:.0f}")
 
 
-def evaluate(
-    model: Any, rows: Sequence[Row], settings: Settings, pad_id: int, interrupt: Interrupt | None = None
-) -> float | None:
+def evaluate(model: Any, rows: Rows, settings: Settings, interrupt: Interrupt | None = None) -> float | None:
     """Return the mean loss per predicted token over rows, or None if there are none or an interrupt came.
 
     Args:
         model: Wrapped or not.
         rows: Held-out rows; all are used.
         settings: Batch size and chunk size are used.
-        pad_id: Token at padding.
         interrupt: Asked before every micro-batch.
     """
     size = settings.per_device_train_batch_size
@@ -221,9 +212,9 @@ def evaluate(
             for start in range(0, len(rows), size):
                 if interrupt is not None and interrupt.requested:
                     return None
-                batch = collate(rows[start : start + size], pad_id, device)
-                count = ts_hf.count_items(batch["labels"])
-                loss = chunked_loss(model, batch, count, settings.loss_chunk_size)
+                micro = batch(rows, range(start, min(start + size, len(rows))), device)
+                count = ts_hf.count_items(micro["labels"])
+                loss = chunked_loss(model, micro, count, settings.loss_chunk_size)
                 total += float(loss) * count
                 items += count
     finally:

@@ -132,7 +132,9 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             self.args._n_gpu = 1
         self._takes_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # type: ignore[has-type]
         self._chunked = self._decide_chunked()
-        if self._chunked:
+        # A causal LM that cannot be told the divisor returns the mean of its own micro-batch.
+        self._rescaled = not (self._chunked or self._takes_loss_kwargs or self._why_not_chunked())
+        if self._chunked or self._rescaled:
             # The loss is normalized here, whatever the model's forward accepts: this makes Trainer count the
             # labels, and keeps it from dividing by the number of micro-batches once more.
             self.model_accepts_loss_kwargs = True
@@ -183,7 +185,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
 
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the labels of a whole step after the shift: position 0 of a row is predicted by nothing."""
-        if not self._chunked or not batch_samples or any("labels" not in batch for batch in batch_samples):
+        counted = self._chunked or self._rescaled
+        if not counted or not batch_samples or any("labels" not in batch for batch in batch_samples):
             return super()._get_num_items_in_batch(batch_samples, device)
         count = sum(int(count_items(batch["labels"])) for batch in batch_samples)
         items = torch.tensor(count, device=device)
@@ -203,17 +206,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         if self._metrics is not None and model.training and isinstance(inputs.get("input_ids"), torch.Tensor):
             self._metrics.count_tokens(inputs["input_ids"].numel())
         if not self._chunked or self._need_logits or inputs.get("labels") is None:
-            accepted, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._takes_loss_kwargs
-            try:
-                return super().compute_loss(
-                    model,
-                    inputs,
-                    return_outputs=return_outputs,
-                    num_items_in_batch=num_items_in_batch,
-                    **kwargs,
-                )
-            finally:
-                self.model_accepts_loss_kwargs = accepted
+            return self._whole_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         # The model is not called as a whole, so accelerate's autocast around its forward is entered here.
         with self.accelerator.autocast():
             loss = _loss_in_chunks(
@@ -226,6 +219,29 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         ):
             loss = loss * self.accelerator.num_processes
         return (loss, {"loss": loss}) if return_outputs else loss
+
+    def _whole_loss(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        return_outputs: bool,
+        num_items: torch.Tensor | int | None,
+        **kwargs: Any,
+    ) -> Any:
+        """Let Trainer compute the loss from whole logits, and see to its divisor where the model cannot."""
+        accepted, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._takes_loss_kwargs
+        try:
+            loss, outputs = super().compute_loss(
+                model, inputs, return_outputs=True, num_items_in_batch=num_items, **kwargs
+            )
+        finally:
+            self.model_accepts_loss_kwargs = accepted
+        labels = inputs.get("labels")
+        if accepted and not self._takes_loss_kwargs and num_items is not None and labels is not None:
+            own = count_items(labels)
+            # A mean over no label is NaN; such a micro-batch adds nothing to the step.
+            loss = loss * own / num_items if own else outputs["logits"].sum() * 0.0
+        return (loss, outputs) if return_outputs else loss
 
     def prediction_step(
         self,

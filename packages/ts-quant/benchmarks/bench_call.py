@@ -15,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
+
 from ts_quant import _C, dequantize, quantize
 from ts_quant._ops import NF4
 

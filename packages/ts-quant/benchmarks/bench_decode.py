@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+
 from ts_quant import _C, dequantize, quantize, reference
 
 BLOCK_SIZE = 64

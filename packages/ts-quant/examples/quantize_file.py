@@ -11,6 +11,7 @@ import json
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+
 from ts_quant import from_safetensors_dict, quantize, to_safetensors_dict
 
 

@@ -1,5 +1,6 @@
 import pytest
 import torch
+
 from ts_quant import _C
 
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+
 from ts_core.testing import assert_bit_equal, assert_near, devices, float_tensors, make_tensor, shapes
 from ts_quant import _C, reference
 from ts_quant._ops import INT8, NF4

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
 from ts_core.testing import assert_bit_equal, devices, make_tensor
 from ts_quant import QuantizedTensor, quantize
 

@@ -7,9 +7,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
+
 from ts_core.errors import ArgumentError, ArgumentTypeError, DoesNotFitError, OptionError
 from ts_core.testing import assert_bit_equal, seeded
-from ts_quant import QuantizedTensor, codecs, quantize, quantize_model
+from ts_quant import QuantizedTensor, codecs, dequantize, dequantize_model, quantize, quantize_model
+from ts_quant.model import quantizable_weights
 
 
 class Block(nn.Module):
@@ -232,3 +234,36 @@ def test_any_size(layers, width, codec, block_size):
     report = quantize_model(model, codec, block_size=block_size)
     assert report["tensors"] == 3 * layers
     assert bool(model(torch.arange(4).reshape(1, 4)).isfinite().all())
+
+
+@given(
+    codec=st.sampled_from(["int8", "nf4"]),
+    rows=st.integers(1, 9),
+    columns=st.integers(1, 9),
+    shared=st.booleans(),
+    seed=st.integers(0, 2**31),
+)
+def test_dequantize_model_leaves_what_the_model_computed_with(codec, rows, columns, shared, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(columns, rows), nn.Linear(rows, columns), nn.Linear(columns, rows))
+    model.requires_grad_(False)
+    if shared:
+        model[2].weight = model[0].weight
+    expected = {name: dequantize(quantize(p, codec)) for name, p in model.named_parameters() if p.dim() > 1}
+    packed = quantize_model(model, codec, blocks=list(model))["tensors"]
+    assert packed == len(expected) == (2 if shared else 3)
+    assert dequantize_model(model) == packed
+    assert dequantize_model(model) == 0
+    for name, p in model.named_parameters():
+        assert type(p) is nn.Parameter
+        if p.dim() > 1:
+            assert torch.equal(p, expected[name])
+    assert (model[2].weight is model[0].weight) == shared
+
+
+def test_quantizable_weights_are_those_that_quantize_model_packs():
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    model[0].requires_grad_(False)
+    found = quantizable_weights(model, list(model))
+    assert [weight.name for weight in found] == ["0.weight"]
+    assert found[0].parameter is model[0].weight

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+
 from ts_core.errors import ArgumentError, ArgumentTypeError
 from ts_core.testing import devices, opcheck_all
 from ts_quant import _C

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import pytest
 import torch
-import ts_quant
 from hypothesis import given
 from hypothesis import strategies as st
+
+import ts_quant
 from ts_core import registry, runtime
 from ts_core.testing import make_tensor
 from ts_quant import _C

@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 from torch.utils.data import DataLoader
+
 from ts_core import registry
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError, StateError
 from ts_core.testing import assert_bit_equal, devices, float_tensors, make_tensor, shapes

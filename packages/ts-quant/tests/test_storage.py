@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import save_file
+
 from ts_core.errors import CheckpointError
 from ts_core.testing import assert_bit_equal, make_tensor, shapes
 from ts_quant import from_safetensors_dict, quantize, to_safetensors_dict

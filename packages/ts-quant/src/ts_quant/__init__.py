@@ -19,7 +19,7 @@ except ImportError as error:
 
 from .codecs import BlockCodec
 from .functional import dequantize, quantize
-from .model import quantize_model
+from .model import dequantize_model, quantize_model
 from .storage import from_safetensors_dict, to_safetensors_dict
 from .tensor import QuantizedTensor
 
@@ -27,6 +27,7 @@ __all__ = [
     "BlockCodec",
     "QuantizedTensor",
     "dequantize",
+    "dequantize_model",
     "from_safetensors_dict",
     "quantize",
     "quantize_model",

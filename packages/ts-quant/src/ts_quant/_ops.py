@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+
 from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
 from ts_core.ops import OpLibrary

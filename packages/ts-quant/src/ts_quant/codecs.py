@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 
 import torch
+
 from ts_core import registry
 from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, message

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+
 from ts_core import registry
 from ts_core.errors import ArgumentTypeError, message
 from ts_core.options import choice, integer, not_yet

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
+
 from ts_core import registry
 from ts_core.blocks import find_blocks
 from ts_core.errors import ArgumentError, DoesNotFitError, message
@@ -18,20 +19,26 @@ from ._ops import FLOATS
 from .functional import find_codec, quantize
 from .tensor import QuantizedTensor
 
-__all__ = ["quantize_model"]
+__all__ = ["QuantizableWeight", "dequantize_model", "quantizable_weights", "quantize_model"]
 
 _PINNED_FRACTION = 0.4
 
 
 @dataclass
-class _Weight:
-    """A parameter to pack, and every place that holds it."""
+class QuantizableWeight:
+    """A parameter to pack, and every place that holds it.
+
+    Attributes:
+        name: Its first name in the model.
+        places: (module, key in its ``_parameters``) of each.
+    """
 
     name: str
     places: list[tuple[nn.Module, str]] = field(default_factory=list)
 
     @property
     def parameter(self) -> nn.Parameter:
+        """The parameter that is there now."""
         module, name = self.places[0]
         parameter = module._parameters[name]
         assert parameter is not None
@@ -94,7 +101,7 @@ def quantize_model(
     not_yet("error_rank", error_rank, (0,))
     not_yet("double_quant", double_quant, (False,))
     pins = _Pins(None if pin_budget is None else parse_bytes(pin_budget, name="pin_budget"))
-    weights = _find(model, find_blocks(model, blocks))
+    weights = quantizable_weights(model, find_blocks(model, blocks))
     for weight in weights:
         _check_finite(weight)
     totals = {"tensors": 0, "kept_precise": 0, "bytes_before": 0, "bytes_after": 0}
@@ -113,6 +120,34 @@ def quantize_model(
         totals["bytes_before"] += before
         totals["bytes_after"] += packed.packed_bytes  # type: ignore[attr-defined]
     return totals
+
+
+def dequantize_model(model: nn.Module) -> int:
+    """Replace every packed weight of a model by its decoded values, one by one.
+
+    What was lost in packing stays lost: the weights become what the model computed with.
+
+    Args:
+        model: Any module; changed in place. Decoded weights have the dtype they presented and stay where they
+            were; shared ones stay shared.
+
+    Returns:
+        How many weights were decoded.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2))).requires_grad_(False)
+        >>> _ = quantize_model(model, "nf4")
+        >>> dequantize_model(model)
+        2
+    """
+    plain: dict[int, nn.Parameter] = {}
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if isinstance(parameter, QuantizedTensor):
+                if id(parameter) not in plain:
+                    plain[id(parameter)] = nn.Parameter(parameter.dequantize(), requires_grad=False)
+                module._parameters[name] = plain[id(parameter)]
+    return len(plain)
 
 
 def _places(module: nn.Module, path: str, seen: set[int]) -> Iterator[tuple[nn.Module, str, str]]:
@@ -142,10 +177,24 @@ def _eligible(module: nn.Module, parameter: torch.Tensor, full: str) -> bool:
     )
 
 
-def _find(model: nn.Module, blocks: list[nn.Module]) -> list[_Weight]:
-    """List what to pack, in the order of the model."""
+def quantizable_weights(model: nn.Module, blocks: Iterable[nn.Module]) -> list[QuantizableWeight]:
+    """List what `quantize_model` would pack, in the order of the model.
+
+    Args:
+        model: Any module.
+        blocks: Its blocks, from `ts_core.blocks.find_blocks`.
+
+    Returns:
+        The frozen floating weights of two or more dimensions inside the blocks; each once, with every place
+        that holds it.
+
+    Example:
+        >>> model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(2))).requires_grad_(False)
+        >>> [weight.name for weight in quantizable_weights(model, list(model))]
+        ['0.weight', '1.weight']
+    """
     inside = {id(module) for block in blocks for module in block.modules()}
-    weights: dict[int, _Weight] = {}
+    weights: dict[int, QuantizableWeight] = {}
     owners: dict[object, set[int]] = {}
     refused: set[int] = set()
     for module, name, full in _places(model, "", set()):
@@ -155,12 +204,12 @@ def _find(model: nn.Module, blocks: list[nn.Module]) -> list[_Weight]:
         owners.setdefault(_storage(parameter), set()).add(id(parameter))
         if id(module) not in inside or not _eligible(module, parameter, full):
             refused.add(id(parameter))
-        weights.setdefault(id(parameter), _Weight(full)).places.append((module, name))
+        weights.setdefault(id(parameter), QuantizableWeight(full)).places.append((module, name))
     tied = {one for together in owners.values() if len(together) > 1 for one in together}
     return [weight for key, weight in weights.items() if key not in refused and key not in tied]
 
 
-def _check_finite(weight: _Weight) -> None:
+def _check_finite(weight: QuantizableWeight) -> None:
     parameter = weight.parameter.detach()
     if parameter.is_meta:
         return
@@ -198,7 +247,7 @@ class _Pins:
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _pack(weight: _Weight, codec: str, block_size: int, pins: _Pins) -> nn.Parameter:
+def _pack(weight: QuantizableWeight, codec: str, block_size: int, pins: _Pins) -> nn.Parameter:
     made = quantize(weight.parameter.detach(), codec, block_size=block_size, name=weight.name)
     made = made._each(pins.place)
     return nn.Parameter(made, requires_grad=False)

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+
 from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, TrainStreamError
 

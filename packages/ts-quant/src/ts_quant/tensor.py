@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import torch
 from torch.utils._pytree import tree_map
+
 from ts_core import registry
 from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, StateError, message

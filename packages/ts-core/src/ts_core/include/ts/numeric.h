@@ -13,6 +13,13 @@
 #define TS_HOST_DEVICE
 #endif
 
+// For what cannot be static, members of class templates: no copy is left for the linker to share.
+#if defined(__GNUC__)
+#define TS_ALWAYS_INLINE inline __attribute__((always_inline))
+#else
+#define TS_ALWAYS_INLINE inline
+#endif
+
 namespace ts {
 
 struct bf16 {
@@ -76,15 +83,15 @@ template <typename T>
 struct Convert;
 template <>
 struct Convert<float> {
-  TS_HOST_DEVICE static inline float from(float x) { return x; }
+  TS_HOST_DEVICE static TS_ALWAYS_INLINE float from(float x) { return x; }
 };
 template <>
 struct Convert<bf16> {
-  TS_HOST_DEVICE static inline bf16 from(float x) { return to_bf16(x); }
+  TS_HOST_DEVICE static TS_ALWAYS_INLINE bf16 from(float x) { return to_bf16(x); }
 };
 template <>
 struct Convert<fp16> {
-  TS_HOST_DEVICE static inline fp16 from(float x) { return to_fp16(x); }
+  TS_HOST_DEVICE static TS_ALWAYS_INLINE fp16 from(float x) { return to_fp16(x); }
 };
 
 }  // namespace ts

@@ -498,3 +498,23 @@ def test_wrap_hf_takes_the_decoder_layers():
     plain = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.Linear(4, 4))
     wrap_hf(plain)
     assert huggingface.load_model is not None
+
+
+@pytest.mark.parametrize("first", [Trainer, TrainStreamTrainer])
+def test_checkpoints_go_from_the_stock_trainer_to_ours_and_back(tmp_path, first):
+    rows = random_rows(20)
+    second = TrainStreamTrainer if first is Trainer else Trainer
+    settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3}
+    whole = first(model=build(), args=arguments(tmp_path, **settings), train_dataset=rows)
+    whole.train()
+    other = second(model=build(1), args=arguments(tmp_path, **settings), train_dataset=rows)
+    other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    for a, b in zip(whole.model.parameters(), other.model.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
+
+
+def test_state_stays_where_wrap_put_it(tmp_path, monkeypatch):
+    moved = []
+    monkeypatch.setattr("accelerate.optimizer.move_to_device", lambda state, device: moved.append(1) or state)
+    run(tmp_path, build(), random_rows(1))
+    assert not moved

@@ -61,7 +61,7 @@ def _off(name: str, value: Any, off: tuple[Any, ...]) -> None:
 
 
 def _bytes(name: str, value: Any) -> int:
-    size = memory.parse_bytes(value)
+    size = memory.parse_bytes(value, name=name)
     if size < 0:
         raise OptionError(f"option {name}: expected a size >= 0, given {value!r}")
     return size

@@ -1,7 +1,7 @@
 """Step time and memory of TrainStream beside its rivals: same shapes, tokens, adapters and learning rate.
 
-Every engine runs in a fresh process. Weights are random in the real shapes; each engine uses its own best loss
-(chunked where it has one). Output: one JSON object per run, also appended to ``--out``.
+Every engine runs in a fresh process. Weights are random in the real shapes; each engine uses its own best
+loss (chunked where it has one). Output: one JSON object per run, also appended to ``--out``.
 
     python compare.py --scenario lora7b --engines trainstream-nf4,bnb,stock --steps 20 --out lora7b.json
 """
@@ -28,17 +28,22 @@ SCENARIOS = {
     "lora14b_2k": ("14b", "lora", 1, 2048, 0),
     "full1.5b": ("1.5b", "full", 4, 512, 0),
 }
-#: Qwen2-family configurations.
+#: Qwen2-family shapes: hidden, intermediate, layers, heads, key-value heads, vocabulary, tied head.
 SHAPES = {
-    "tiny": {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4,
-             "num_key_value_heads": 2, "vocab_size": 512, "tie_word_embeddings": False},
-    "1.5b": {"hidden_size": 1536, "intermediate_size": 8960, "num_hidden_layers": 28, "num_attention_heads": 12,
-             "num_key_value_heads": 2, "vocab_size": 151936, "tie_word_embeddings": True},
-    "7b": {"hidden_size": 3584, "intermediate_size": 18944, "num_hidden_layers": 28, "num_attention_heads": 28,
-           "num_key_value_heads": 4, "vocab_size": 152064, "tie_word_embeddings": False},
-    "14b": {"hidden_size": 5120, "intermediate_size": 13824, "num_hidden_layers": 48, "num_attention_heads": 40,
-            "num_key_value_heads": 8, "vocab_size": 152064, "tie_word_embeddings": False},
-}  # fmt: skip
+    "tiny": (64, 128, 2, 4, 2, 512, False),
+    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
+    "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "14b": (5120, 13824, 48, 40, 8, 152064, False),
+}
+SHAPE_KEYS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "tie_word_embeddings",
+)
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 ENGINES = (
     "trainstream-nf4",
@@ -54,11 +59,12 @@ WARMUP = 3
 
 
 def build(shape: str, dtype, device: str, replace=None):
-    """Make the model with random weights on `device`; ``replace(linear)`` swaps each block linear as it is made."""
+    """Make the model with random weights on `device`; ``replace(linear)`` swaps each block linear."""
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
-    config = Qwen2Config(**SHAPES[shape], rms_norm_eps=1e-6, max_position_embeddings=32768, use_cache=False)
+    sizes = dict(zip(SHAPE_KEYS, SHAPES[shape], strict=True))
+    config = Qwen2Config(**sizes, rms_norm_eps=1e-6, max_position_embeddings=32768, use_cache=False)
     config._attn_implementation = "sdpa"
     with torch.device("meta"):
         model = Qwen2ForCausalLM(config).to(dtype)
@@ -108,6 +114,7 @@ def bnb_linear(linear):
 
 
 def checkpointed(model):
+    """Non-reentrant activation checkpointing, as transformers switches it on."""
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     model.enable_input_require_grads()
     return model
@@ -133,9 +140,8 @@ def make_engine(engine: str, shape: str, kind: str, device: str, lr: float):
     optimizer = torch.optim.AdamW(trained, lr=lr, fused=device == "cuda")
     model.train()
     if engine.startswith("trainstream"):
-        from ts_hf.losses import backbone, causal_lm_loss_for
-
         import trainstream
+        from ts_hf.losses import backbone, causal_lm_loss_for
 
         codec = engine.partition("-")[2] or "none"
         model, optimizer = trainstream.wrap(model, optimizer, quantize=codec)
@@ -151,6 +157,7 @@ class Sampler(threading.Thread):
     """Clock, power and this process's device memory by NVML, every 20 ms."""
 
     def __init__(self) -> None:
+        """Look for NVML; without it the fields stay empty."""
         super().__init__(daemon=True)
         self.clock_mhz: list[int] = []
         self.power_w: list[float] = []
@@ -161,16 +168,18 @@ class Sampler(threading.Thread):
 
             pynvml.nvmlInit()
             self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:  # no NVML: the fields stay empty
+        except Exception:  # whatever NVML raises where there is none
             self.nvml = None
 
     def run(self) -> None:
+        """Sample until told to halt."""
         while self.nvml and not self.halt.wait(0.02):
             self.clock_mhz.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
             self.power_w.append(self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3)
             self.used_bytes = max(self.used_bytes, self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used)
 
     def fields(self) -> dict:
+        """Medians, the limit and the peak."""
         if not self.clock_mhz:
             return {}
         limit = self.nvml.nvmlDeviceGetPowerManagementLimit(self.handle) / 1e3
@@ -183,6 +192,7 @@ class Sampler(threading.Thread):
 
 
 def worker(args: argparse.Namespace) -> dict:
+    """Train one engine in this process and return its line."""
     import torch
 
     shape, kind, batch, tokens, cap_gib = SCENARIOS[args.scenario]
@@ -192,7 +202,7 @@ def worker(args: argparse.Namespace) -> dict:
         total = torch.cuda.get_device_properties(0).total_memory
         torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
     started = time.perf_counter()
-    model, optimizer, loss_of = make_engine(args.engine, shape, kind, device, lr=1e-4)
+    _, optimizer, loss_of = make_engine(args.engine, shape, kind, device, lr=1e-4)
     load_s = time.perf_counter() - started
     sync = torch.cuda.synchronize if cuda else (lambda: None)
     if cuda:
@@ -206,7 +216,9 @@ def worker(args: argparse.Namespace) -> dict:
     for step in range(args.steps + WARMUP):
         if step == WARMUP:
             cpu0, wall0 = time.process_time(), time.perf_counter()
-        ids = torch.randint(0, SHAPES[shape]["vocab_size"], (batch, tokens), generator=generator).to(device)
+        ids = torch.randint(
+            0, SHAPES[shape][SHAPE_KEYS.index("vocab_size")], (batch, tokens), generator=generator
+        ).to(device)
         sync()
         begin = time.perf_counter()
         loss = loss_of(ids)
@@ -219,6 +231,11 @@ def worker(args: argparse.Namespace) -> dict:
     cores = (time.process_time() - cpu0) / (time.perf_counter() - wall0)
     sampler.halt.set()
     timed = sorted(times[WARMUP:])
+    step_s = statistics.median(timed)
+    memory = {}
+    if cuda:
+        memory["peak_allocated_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+        memory["peak_reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 3)
     versions = {}
     for name in ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "trainstream"):
         try:
@@ -226,19 +243,27 @@ def worker(args: argparse.Namespace) -> dict:
         except metadata.PackageNotFoundError:
             continue
     return {
-        "scenario": args.scenario, "engine": args.engine, "steps": args.steps, "batch": batch, "tokens": tokens,
-        "step_s": round(statistics.median(timed), 5), "step_min_s": round(timed[0], 5),
-        "step_max_s": round(timed[-1], 5), "tokens_per_s": round(batch * tokens / statistics.median(timed), 1),
-        "peak_allocated_gb": round(torch.cuda.max_memory_allocated() / 1e9, 3) if cuda else None,
-        "peak_reserved_gb": round(torch.cuda.max_memory_reserved() / 1e9, 3) if cuda else None,
-        "load_s": round(load_s, 2), "cpu_cores": round(cores, 2), "losses": [round(x, 5) for x in losses],
+        "scenario": args.scenario,
+        "engine": args.engine,
+        "steps": args.steps,
+        "batch": batch,
+        "tokens": tokens,
+        "step_s": round(step_s, 5),
+        "step_min_s": round(timed[0], 5),
+        "step_max_s": round(timed[-1], 5),
+        "tokens_per_s": round(batch * tokens / step_s, 1),
+        **memory,
+        "load_s": round(load_s, 2),
+        "cpu_cores": round(cores, 2),
+        "losses": [round(x, 5) for x in losses],
         **sampler.fields(),
         "device": torch.cuda.get_device_name(0) if cuda else platform.processor() or "cpu",
         "versions": versions,
-    }  # fmt: skip
+    }
 
 
 def run_one(args: argparse.Namespace, engine: str) -> dict:
+    """Run one engine in a fresh process; its line, or one that says what went wrong."""
     command = [
         sys.executable,
         __file__,
@@ -263,6 +288,7 @@ def run_one(args: argparse.Namespace, engine: str) -> dict:
 
 
 def main() -> int:
+    """Run the engines in turn."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
-from ts_quant.model import quantizable_weights
 
 import ts_quant
 from trainstream._options import WrapOptions
@@ -24,6 +23,7 @@ from ts_core.blocks import BlockMap, block_map, find_blocks, parameter_bytes
 from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
 from ts_core.plan import BlockPlan, Numerics, Plan
 from ts_optim import OffloadAdamW
+from ts_quant.model import quantizable_weights
 
 __all__ = ["unwrap", "wrap"]
 

@@ -143,9 +143,10 @@ def dequantize_model(model: nn.Module) -> int:
     plain: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
-            if isinstance(parameter, QuantizedTensor):
+            weight: torch.Tensor | None = parameter
+            if isinstance(weight, QuantizedTensor):
                 if id(parameter) not in plain:
-                    plain[id(parameter)] = nn.Parameter(parameter.dequantize(), requires_grad=False)
+                    plain[id(parameter)] = nn.Parameter(weight.dequantize(), requires_grad=False)
                 module._parameters[name] = plain[id(parameter)]
     return len(plain)
 

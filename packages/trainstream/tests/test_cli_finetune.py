@@ -143,7 +143,7 @@ def test_int8_dialogues_epochs_and_separate_held_out_data(place, tmp_path):
 
 def test_a_single_document_holds_out_its_last_rows(place, tmp_path):
     events = finetune("model=tiny", "data=texts/text0.txt", "steps=1", f"output_dir={tmp_path}/run")
-    assert events[0]["held_out_rows"] == 1
+    assert events[0]["held_out_rows"] >= 1
     events = finetune(
         "model=tiny", "data=texts/text0.txt", "steps=1", "eval_batches=0", f"output_dir={tmp_path}/b"
     )

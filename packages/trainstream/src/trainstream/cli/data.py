@@ -20,7 +20,7 @@ from trainstream.cli.settings import Settings
 from ts_core.errors import ArgumentError
 from ts_hf.tokens import Document, Rows
 
-__all__ = ["Data", "batch", "batch_indices", "expand", "fingerprint", "load_data", "spread"]
+__all__ = ["Data", "batch", "batch_indices", "expand", "fingerprint", "load_data", "spread", "to_device"]
 
 HELD_OUT_SHARE = 0.1
 BUILT_IN_BYTES = 2_000_000
@@ -179,13 +179,12 @@ def _order(epoch: int, count: int, seed: int) -> list[int]:
     return torch.randperm(count, generator=generator).tolist()
 
 
-def batch(rows: Rows, indices: Sequence[int], device: torch.device | str = "cpu") -> dict[str, torch.Tensor]:
+def batch(rows: Rows, indices: Sequence[int]) -> dict[str, torch.Tensor]:
     """Take rows as one micro-batch, without the columns that are padding in all of them.
 
     Args:
         rows: The data set; padding is on the right.
         indices: Which rows.
-        device: Where the tensors go.
 
     Returns:
         `input_ids` and `labels`, int64 `(B, S)`; `attention_mask` too if any of these rows is padded.
@@ -198,7 +197,12 @@ def batch(rows: Rows, indices: Sequence[int], device: torch.device | str = "cpu"
         mask = chosen.attention_mask[:, :longest]
         if not mask.all():
             taken["attention_mask"] = mask
-    return {name: tensor.contiguous().to(device) for name, tensor in taken.items()}
+    return {name: tensor.contiguous() for name, tensor in taken.items()}
+
+
+def to_device(micro: dict[str, torch.Tensor], device: torch.device) -> dict[str, torch.Tensor]:
+    """Move a micro-batch to where the model computes; its labels are counted before, on the CPU."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in micro.items()}
 
 
 def fingerprint(rows: Rows) -> str:

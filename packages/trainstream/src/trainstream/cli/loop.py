@@ -19,7 +19,7 @@ import torch
 import trainstream
 import ts_hf
 from trainstream.cli.console import Console, tiers_text
-from trainstream.cli.data import batch, batch_indices
+from trainstream.cli.data import batch, batch_indices, to_device
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import Settings
 from ts_hf.tokens import Rows
@@ -120,8 +120,7 @@ def train(
         size = settings.per_device_train_batch_size
         first = progress.step * accumulation
         batches = [
-            batch(rows, batch_indices(first + k, size, len(rows), settings.seed), device)
-            for k in range(accumulation)
+            batch(rows, batch_indices(first + k, size, len(rows), settings.seed)) for k in range(accumulation)
         ]
         # One divisor for the whole step, so that accumulation gives the gradient of one large batch.
         items = sum(ts_hf.count_items(micro["labels"]) for micro in batches)
@@ -131,7 +130,7 @@ def train(
                 optimizer.zero_grad(set_to_none=True)
                 restore_random_state(before_step)
                 return
-            loss = chunked_loss(model, micro, items, settings.loss_chunk_size)
+            loss = chunked_loss(model, to_device(micro, device), items, settings.loss_chunk_size)
             loss.backward()  # type: ignore[no-untyped-call]
             step_loss += loss.detach()
         optimizer.step()
@@ -212,9 +211,9 @@ def evaluate(model: Any, rows: Rows, settings: Settings, interrupt: Interrupt | 
             for start in range(0, len(rows), size):
                 if interrupt is not None and interrupt.requested:
                     return None
-                micro = batch(rows, range(start, min(start + size, len(rows))), device)
+                micro = batch(rows, range(start, min(start + size, len(rows))))
                 count = ts_hf.count_items(micro["labels"])
-                loss = chunked_loss(model, micro, count, settings.loss_chunk_size)
+                loss = chunked_loss(model, to_device(micro, device), count, settings.loss_chunk_size)
                 total += float(loss) * count
                 items += count
     finally:

@@ -208,6 +208,35 @@ class DiskStore:
             self._entries[key] = entry
             return DiskTicket(entry.write, None)
 
+    def reserve(self, key: str, layout: Layout) -> Path:
+        """Make the file of a tensor without writing it; it reads as zeros.
+
+        For mappings: room on the disk is there before the first store into a page, so that a full disk is an
+        error here and not a signal later.
+
+        Args:
+            key: Any string that is not stored yet.
+            layout: Of the tensor, at least one byte.
+
+        Returns:
+            The path of the file.
+
+        Raises:
+            StorageError: No room; nothing changed.
+            StateError: Closed, or the parent's store.
+            ArgumentError: The key is stored already.
+        """
+        _expect_key("reserve", key)
+        with self._lock:
+            self._expect_open("reserve")
+            if key in self._entries:
+                raise ArgumentError(message("DiskStore.reserve", "key", "one that is not stored yet", key))
+            entry = self._reserve(key, None, math.ceil(layout.nbytes / _PAGE) * _PAGE)
+            entry.layout = layout
+            entry.write = None
+            self._entries[key] = entry
+            return self.folder / entry.name
+
     def read(self, key: str, out: torch.Tensor | None = None) -> torch.Tensor:
         """Read a tensor; see `read_async`.
 

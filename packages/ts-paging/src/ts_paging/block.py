@@ -1,0 +1,258 @@
+"""A paged block: its weights live elsewhere and are in a slot while it computes.
+
+The block's ``forward`` is replaced on the instance by: wait for the slot; put the slot's views in the place
+of the Parameters; run the original forward under the block's activation policy; put the Parameters back. A
+saved tensor that is a weight is remembered as (block, view) and asks for the block again when backward uses
+it, so the order of backward passes does not matter.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import checkpoint
+
+from ts_core.errors import StateError
+
+from .activations import _View, park_hook
+from .guard import guard_of
+from .slots import Slot, SlotLayout, own_view
+
+if TYPE_CHECKING:
+    from .pager import WeightPager
+
+__all__ = ["PagedBlock"]
+
+_CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
+
+
+class _Bind(torch.autograd.Function):
+    """Views of trained weights, as the graph sees them: their gradients go to the sink."""
+
+    @staticmethod
+    def forward(ctx: Any, block: PagedBlock, trained: tuple[int, ...], anchor: Tensor) -> tuple[Tensor, ...]:
+        ctx.block, ctx.trained = block, trained
+        ctx.set_materialize_grads(False)
+        return tuple(block.views[i].detach() for i in trained)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
+        refuse_create_graph(ctx.block)
+        for index, grad in zip(ctx.trained, grads, strict=True):
+            if grad is not None:
+                ctx.block.pager.sink.add(ctx.block.parameters[index], grad)
+        return None, None, None
+
+
+class _Gate(torch.autograd.Function):
+    """Identity whose backward cannot be differentiated: create_graph raises instead of being wrong."""
+
+    @staticmethod
+    def forward(ctx: Any, block: PagedBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.block = block
+        ctx.set_materialize_grads(False)
+        return tuple(tensor.view_as(tensor) for tensor in tensors)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        refuse_create_graph(ctx.block)
+        return None, *grads
+
+
+def refuse_create_graph(block: PagedBlock) -> None:
+    """Raise if the backward pass under way records a graph of its own."""
+    if torch.is_grad_enabled():
+        raise StateError(
+            f"create_graph=True through the paged block {block.name!r}: gradients of gradients are not "
+            "supported for paged weights; unwrap the model, or keep this block resident"
+        )
+
+
+_bind = cast(Callable[..., tuple[Tensor, ...]], _Bind.apply)
+_gate = cast(Callable[..., tuple[Tensor, ...]], _Gate.apply)
+
+
+class _Weight:
+    """A saved tensor that is a view of a slot."""
+
+    __slots__ = ("block", "view")
+
+    def __init__(self, block: PagedBlock, view: Tensor) -> None:
+        self.block, self.view = block, view
+
+
+class PagedBlock:
+    """One block of a `WeightPager`.
+
+    Attributes:
+        name: Path of the module in the model.
+        module: The module.
+        parameters: Its paged Parameters, each once.
+        policy: ``keep``, ``offload`` or ``recompute``.
+        layout: Where each lies in the slot.
+        slot: The slot that it always uses.
+        views: Typed views of the slot that the block computes with.
+        runs: How often the original forward ran; 2 per step when it recomputes.
+        fills: How often its weights were brought into the slot.
+    """
+
+    def __init__(self, pager: WeightPager, name: str, module: nn.Module, policy: str) -> None:
+        """Collect the places that hold its Parameters."""
+        self.pager, self.name, self.module, self.policy = pager, name, module, policy
+        sites = [
+            (owner._parameters, key, parameter)
+            for owner in module.modules()
+            for key, parameter in owner._parameters.items()
+            if parameter is not None and pager.pages(parameter)
+        ]
+        unique = {id(parameter): parameter for _, _, parameter in sites}
+        order = {key: index for index, key in enumerate(unique)}
+        self.parameters = list(unique.values())
+        self._sites = [(place, key, parameter, order[id(parameter)]) for place, key, parameter in sites]
+        with torch._C.DisableTorchFunctionSubclass():
+            self.layout = SlotLayout([decoded(parameter) for parameter in self.parameters])
+        self.runs = 0
+        self.fills = 0
+        self._stamp: tuple[int, ...] = ()
+        self._original: Callable[..., Any] = module.forward
+
+    def attach(self, slot: Slot) -> None:
+        """Take a slot and replace ``forward``."""
+        self.slot = slot
+        with torch._C.DisableTorchFunctionSubclass():
+            pairs = list(zip(self.layout.offsets, map(decoded, self.parameters), strict=True))
+            self.views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
+            self.fill_views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
+        self._anchor = torch.zeros((), device=slot.buffer.device, requires_grad=True)
+        self._had_forward = self.module.__dict__.get("forward")
+        self._original = self.module.forward
+        self.module.__dict__["forward"] = self._forward
+
+    def detach(self) -> None:
+        """Give the module its own ``forward`` back."""
+        if self._had_forward is None:
+            self.module.__dict__.pop("forward", None)
+        else:
+            self.module.__dict__["forward"] = self._had_forward
+
+    def stamp(self) -> tuple[int, ...]:
+        """Return what changes whenever a weight is written outside."""
+        return tuple([parameter._version for parameter in self.parameters])
+
+    def stale(self) -> bool:
+        """Whether the slot may hold other bytes than the Parameters do now."""
+        if self.stamp() != self._stamp:
+            return True
+        return any((entry := guard_of(p)) is not None and entry.escaped for p in self.parameters)
+
+    def filled(self) -> None:
+        """Note which values were brought."""
+        self._stamp = self.stamp()
+        self.fills += 1
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        with torch._C.DisableTorchFunctionSubclass():
+            trained = tuple([i for i, p in enumerate(self.parameters) if p.requires_grad])
+        self.pager.use(self, fresh=True)
+        if not torch.is_grad_enabled():
+            self.runs += 1
+            with self._bound(self.views):
+                return self._original(*args, **kwargs)
+        leaves = [view.detach() for view in self.views]
+        if trained:
+            for index, leaf in zip(trained, _bind(self, trained, self._anchor), strict=True):
+                leaves[index] = leaf
+        if self.policy == "recompute" and not _cached(args, kwargs):
+            output = self._recomputed(leaves, args, kwargs)
+        else:
+            self.runs += 1
+            pack, unpack = self._hooks(args, kwargs)
+            with torch.autograd.graph.saved_tensors_hooks(pack, unpack), self._bound(leaves):
+                output = self._original(*args, **kwargs)
+        return self._gated(output)
+
+    @contextlib.contextmanager
+    def _bound(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        for place, key, _, index in self._sites:
+            place[key] = tensors[index]  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            for place, key, parameter, _ in self._sites:
+                place[key] = parameter
+
+    def _recomputed(self, leaves: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+        """Run under non-reentrant checkpointing, no hooks of ours inside: torch applies the innermost."""
+        again = False
+
+        def body(*args: Any, **kwargs: Any) -> Any:
+            nonlocal again
+            if again:  # the cache has this run's keys and values already
+                kwargs = {k: None if k in _CACHES else v for k, v in kwargs.items()}
+            again = True
+            self.runs += 1
+            self.pager.use(self)
+            with self._bound(leaves):
+                return self._original(*args, **kwargs)
+
+        return checkpoint(body, *args, use_reentrant=False, **kwargs)
+
+    def _hooks(self, args: Any, kwargs: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+        address = self.slot.address
+        park: Callable[[Tensor], Any] | None = None
+        if self.policy == "offload":
+            flat = tree_flatten((args, kwargs))[0]
+            inputs = frozenset(t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor))
+            park = park_hook(self.pager.activations, inputs, self.pager.min_offload_bytes)
+
+        def pack(tensor: Tensor) -> Any:
+            if tensor.untyped_storage().data_ptr() == address:
+                return _Weight(self, tensor.detach())
+            return tensor if park is None else park(tensor)
+
+        def unpack(packed: Any) -> Tensor:
+            refuse_create_graph(self)
+            if type(packed) is _Weight:
+                packed.block.pager.use(packed.block, backward=True)
+                return packed.view
+            if type(packed) is _View:
+                return packed.tensor()
+            return packed  # type: ignore[no-any-return]
+
+        return pack, unpack
+
+    def _gated(self, output: Any) -> Any:
+        flat, spec = tree_flatten(output)
+        places = []
+        for index, value in enumerate(flat):
+            if isinstance(value, Tensor):
+                if value.untyped_storage().data_ptr() == self.slot.address:
+                    flat[index] = value = value.clone()  # nothing of a slot leaves its block
+                if value.requires_grad:
+                    places.append(index)
+        if places:
+            for index, value in zip(places, _gate(self, *[flat[i] for i in places]), strict=True):
+                flat[index] = value
+        return tree_unflatten(flat, spec)
+
+
+def decoded(parameter: Tensor) -> Tensor:
+    """Return a tensor with the dtype, shape and strides of the weight that the block computes with."""
+    if getattr(parameter, "packed", None) is not None:
+        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+    return parameter.detach()
+
+
+def _cached(args: Any, kwargs: Any) -> bool:
+    """Whether a cache with content comes in: running again without it would give other values."""
+    for key in _CACHES:
+        length = getattr(kwargs.get(key), "get_seq_length", None)
+        if length is not None and int(length()) > 0:
+            return True
+    return False

@@ -1,0 +1,207 @@
+"""Guarded Parameters: the true value of a paged weight, readable and writable from anywhere.
+
+While its block is paged, a Parameter is a host tensor (or a file mapped into memory); the copy in a slot is a
+cache. Its class is swapped in place, so that every use outside the block goes through here: it waits for an
+update under way, notes writes that version counters do not see, and keeps the gradient hooks that are run
+when gradients land. The object stays the same: optimizers, tied modules and user variables keep theirs.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+__all__ = ["Guard", "GuardedParameter", "guard", "guard_of", "release"]
+
+#: Uses that hand out memory which can be written without moving the version counter.
+_ESCAPES = frozenset(
+    {
+        torch.Tensor.data.__get__,  # type: ignore[attr-defined]
+        torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+        torch.Tensor.numpy,
+        torch.Tensor.__array__,
+        torch.Tensor.__dlpack__,
+        torch.Tensor.data_ptr,
+        torch.Tensor.untyped_storage,
+        torch.Tensor.storage,
+        torch.Tensor.set_,
+        torch.Tensor.share_memory_,
+    }
+)
+_GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+_HOOKS: dict[Any, str] = {
+    torch.Tensor.register_hook: "hooks",
+    torch.Tensor.register_post_accumulate_grad_hook: "landed_hooks",
+}
+Divert = Callable[[Any, Tensor], None]
+_table: dict[int, Guard] = {}
+
+
+class Guard:
+    """What is known about one guarded Parameter.
+
+    Attributes:
+        pending: Waits for the update under way, or None.
+        escaped: Memory of the value was handed out in a way that leaves the version counter alone; a slot
+            filled earlier cannot be trusted any more.
+        hooks: Gradient hooks, run on the sum of a backward pass before it lands in ``.grad``.
+        landed_hooks: Hooks run on the Parameter after that.
+        divert: Takes a gradient that reached the Parameter itself (a penalty computed on it).
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_before",
+        "divert",
+        "escaped",
+        "hooks",
+        "landed_hooks",
+        "parameter",
+        "pending",
+    )
+
+    def __init__(self, parameter: nn.Parameter, divert: Divert) -> None:
+        """Take over the hooks registered before: their handles keep working."""
+        self.parameter = weakref.ref(parameter)
+        self.pending: Callable[[], None] | None = None
+        self.escaped = False
+        self.divert = divert
+        native: Any = parameter  # torch's stubs know these attributes otherwise
+        self.hooks: Any = native._backward_hooks or OrderedDict()
+        self.landed_hooks: Any = native._post_accumulate_grad_hooks or OrderedDict()
+        self._before: Tensor | None = None
+        if parameter.requires_grad:
+            native._backward_hooks = OrderedDict({0: self._arrives})
+            native._post_accumulate_grad_hooks = OrderedDict({0: self._arrived})
+
+    def _arrives(self, grad: Tensor) -> None:
+        # Set aside what was there, so that what the engine now stores is this pass's share alone.
+        parameter = self.parameter()
+        if parameter is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                self._before, parameter.grad = parameter.grad, None
+
+    def _arrived(self, parameter: Tensor) -> None:
+        with torch._C.DisableTorchFunctionSubclass():
+            share, parameter.grad, self._before = parameter.grad, self._before, None
+        if share is not None:
+            self.divert(parameter, share)
+
+    def give_back(self, parameter: nn.Parameter) -> None:
+        """Make the hooks the Parameter's own again."""
+        native: Any = parameter
+        native._backward_hooks = self.hooks or None
+        native._post_accumulate_grad_hooks = self.landed_hooks or None
+
+    def wait(self) -> None:
+        """Wait for the update under way, if any."""
+        pending, self.pending = self.pending, None
+        if pending is not None:
+            pending()
+
+
+class GuardedParameter(nn.Parameter):
+    """A Parameter whose uses wait for its pending update; see the module's documentation."""
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Callable[..., Any], types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Wait for guarded arguments, note escapes, then run the operation on plain tensors."""
+        kwargs = kwargs or {}
+        for value in (*args, *kwargs.values()):
+            if type(value) is cls:
+                entry = _table.get(id(value))
+                if entry is not None and func is not _GRAD:
+                    if entry.pending is not None:
+                        entry.wait()
+                    if func in _ESCAPES:
+                        entry.escaped = True
+            elif isinstance(value, (list, tuple)):
+                for each in value:
+                    if type(each) is cls:
+                        _wait(each)
+        place = _HOOKS.get(func)
+        if place is not None and (entry := _table.get(id(args[0]))) is not None:
+            hooks = getattr(entry, place)
+            handle = RemovableHandle(hooks)
+            hooks[handle.id] = args[1] if len(args) > 1 else kwargs["hook"]
+            return handle
+        with torch._C.DisableTorchFunctionSubclass():
+            result = func(*args, **kwargs)
+            if type(result) is torch.Tensor and args and type(args[0]) is cls:
+                _note_view(args[0], result)
+            return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """Copy to an ordinary Parameter."""
+        if id(self) not in memo:
+            _wait(self)
+            with torch._C.DisableTorchFunctionSubclass():
+                copy = self.detach().clone(memory_format=torch.preserve_format)
+                memo[id(self)] = nn.Parameter(copy, self.requires_grad)
+        return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickle as an ordinary Parameter."""
+        _wait(self)
+        with torch._C.DisableTorchFunctionSubclass():
+            plain: Any = nn.Parameter(self.detach(), self.requires_grad)
+            return plain.__reduce_ex__(protocol)
+
+
+def _note_view(parameter: Tensor, result: Tensor) -> None:
+    """A view can hand out memory in turn (``p.detach().numpy()``), and nobody tells us then."""
+    entry = _table.get(id(parameter))
+    if entry is not None and not entry.escaped and result.layout is torch.strided:
+        entry.escaped = result.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+
+
+def _wait(parameter: Tensor) -> None:
+    entry = _table.get(id(parameter))
+    if entry is not None and entry.pending is not None:
+        entry.wait()
+
+
+def guard(parameter: nn.Parameter, divert: Divert) -> Guard:
+    """Guard a Parameter in place.
+
+    Args:
+        parameter: An ordinary ``nn.Parameter`` (exactly this class).
+        divert: Called with the Parameter and the gradient of a pass that reached it directly.
+
+    Returns:
+        Its guard; the same one if it is guarded already.
+    """
+    known = guard_of(parameter)
+    if known is not None:
+        return known
+    key = id(parameter)
+    entry = Guard(parameter, divert)
+    entry.parameter = weakref.ref(parameter, lambda _: _table.pop(key, None) and None)
+    _table[key] = entry
+    parameter.__class__ = GuardedParameter
+    return entry
+
+
+def guard_of(parameter: Tensor) -> Guard | None:
+    """Return the guard of a Parameter, or None."""
+    entry = _table.get(id(parameter))
+    return entry if entry is not None and entry.parameter() is parameter else None
+
+
+def release(parameter: nn.Parameter) -> None:
+    """Wait for what is pending and make the Parameter an ordinary one again; hooks added meanwhile stay."""
+    entry = guard_of(parameter)
+    if entry is None:
+        return
+    entry.wait()
+    _table.pop(id(parameter), None)
+    parameter.__class__ = nn.Parameter
+    entry.give_back(parameter)

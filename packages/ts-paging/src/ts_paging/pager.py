@@ -1,0 +1,260 @@
+"""The weight pager: brings each block's weights into its slot ahead of the computation that needs them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ts_core import registry
+from ts_core.errors import StateError
+
+from .activations import ActivationStore, HostActivations
+from .block import PagedBlock
+from .files import FileTensors
+from .guard import guard, guard_of, release
+from .sink import GradientSink, HostMemory
+from .slots import Slot
+
+__all__ = ["WeightPager"]
+
+
+class _Ticket(Protocol):
+    def wait(self) -> Any: ...
+
+
+class WeightPager:
+    """Pages the weights of blocks through slots.
+
+    Blocks of the stack share `slots` slots, block b using slot b mod slots; the other paged modules
+    (embedding, head, norm) share one more. Where a Parameter's bytes live and how they are stored is a matter
+    of its tensor alone: in host memory, in a file of `files`, plain or packed by a codec.
+
+    Attributes:
+        device: Where blocks compute.
+        sink: Takes the gradients of trained weights.
+        activations: Takes saved tensors of blocks whose policy is ``offload``.
+        min_offload_bytes: Smaller saved tensors stay.
+        host_bytes: Bytes of weights copied from host memory to slots so far, as stored.
+        disk_bytes: Bytes of weights read from files to slots so far, as stored.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        slots: int = 2,
+        prefetch: bool = True,
+        files: FileTensors | None = None,
+        gradients: HostMemory | None = None,
+        activations: ActivationStore | None = None,
+        min_offload_bytes: int = 1 << 20,
+        pages: Callable[[nn.Parameter], bool] = lambda parameter: True,
+    ) -> None:
+        """Page nothing yet.
+
+        Args:
+            device: Where blocks compute.
+            slots: Slots of the stack, at least 1. Two let the next block arrive while one computes.
+            prefetch: Start bringing the block that followed last time.
+            files: The disk tier, if any weight lives there.
+            gradients: Memory for gradients on the host.
+            activations: Where saved tensors go.
+            min_offload_bytes: Smaller saved tensors stay.
+            pages: Which Parameters of a paged block are paged; the others stay where they are.
+        """
+        self.device = device
+        self.files = files
+        self.sink = GradientSink(gradients)
+        self.activations = activations or HostActivations()
+        self.min_offload_bytes = min_offload_bytes
+        self.pages = pages
+        self.host_bytes = 0
+        self.disk_bytes = 0
+        self.blocks: list[PagedBlock] = []
+        self.edges: list[PagedBlock] = []
+        self.slots: list[Slot] = []
+        self._count = slots
+        self._prefetch = prefetch
+        self._next: dict[tuple[int, bool], PagedBlock] = {}
+        self._last: PagedBlock | None = None
+
+    def attach(
+        self,
+        blocks: Sequence[tuple[str, nn.Module, str]],
+        edges: Sequence[tuple[str, nn.Module]] = (),
+    ) -> None:
+        """Start paging.
+
+        Args:
+            blocks: (name, module, policy) of the stack's blocks, in order; the policy is ``keep``,
+                ``offload`` or ``recompute``.
+            edges: (name, module) of the other modules.
+        """
+        self.blocks = [PagedBlock(self, *block) for block in blocks]
+        self.edges = [PagedBlock(self, name, module, "keep") for name, module in edges]
+        count = min(self._count, len(self.blocks))
+        sizes = [block.layout.nbytes for block in self.blocks]
+        self.slots = [Slot(max(sizes[index::count]), self.device) for index in range(count)]
+        if self.edges:
+            self.slots.append(Slot(max(edge.layout.nbytes for edge in self.edges), self.device))
+        for block in [*self.blocks, *self.edges]:
+            for parameter in block.parameters:
+                if type(parameter) is nn.Parameter:
+                    guard(parameter, self.sink.add)
+        for index, block in enumerate(self.blocks):
+            block.attach(self.slots[index % count])
+        for edge in self.edges:
+            edge.attach(self.slots[-1])
+
+    def detach(self) -> None:
+        """Stop paging; the Parameters are ordinary tensors with the true values, where these live."""
+        for slot in self.slots:
+            self._finish(slot)
+        for block in [*self.blocks, *self.edges]:
+            block.detach()
+            for parameter in block.parameters:
+                release(parameter)
+                self.sink.forget(parameter)
+        self.blocks, self.edges, self.slots = [], [], []
+        self._next.clear()
+        self._last = None
+
+    def use(self, block: PagedBlock, *, fresh: bool = False, backward: bool = False) -> None:
+        """Have a block's weights in its slot before the next work of the current stream.
+
+        Args:
+            block: One of ours.
+            fresh: Bring them again if they were written outside. Asked in forward only: backward needs what
+                forward computed with.
+            backward: Asked by a backward pass: the block that comes next is another one.
+        """
+        slot = block.slot
+        with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if slot.owner is not block or (fresh and block.stale()):
+                self._start(block)
+            self._finish(slot)
+            if self._last is not block:
+                if self._last is not None:
+                    self._next[id(self._last), backward] = block
+                self._last = block
+                self._hint(block, backward)
+
+    def _hint(self, block: PagedBlock, backward: bool) -> None:
+        """Start bringing the block that followed last time, if that can run beside the computation."""
+        follower = self._next.get((id(block), backward))
+        if (
+            not self._prefetch
+            or follower is None
+            or follower.slot is block.slot
+            or follower.slot.owner is follower
+            or (self.device.type == "cpu" and self.files is None)
+            or any((entry := guard_of(p)) is not None and entry.pending for p in follower.parameters)
+        ):
+            return
+        self._start(follower)
+
+    def _start(self, block: PagedBlock) -> None:
+        """Begin to bring a block's weights into its slot, whoever is there now."""
+        slot = block.slot
+        self._finish(slot)
+        slot.owner = None  # if something fails on the way, nobody is there
+        arriving: list[Callable[[], None]] = []
+        for target, parameter in zip(block.fill_views, block.parameters, strict=True):
+            entry = guard_of(parameter)
+            if entry is not None:
+                entry.wait()
+            _check(block, target, parameter)
+            packed: dict[str, Tensor] | None = getattr(parameter, "packed", None)
+            if packed is not None:
+                parts = {key: self._move(part, None) for key, part in packed.items()}
+                arriving.append(_decoding(parameter, parts, target))
+            elif parameter.numel():
+                flat = target.as_strided((target.numel(),), (1,))
+                source = parameter.detach().as_strided((target.numel(),), (1,))
+                _, arrive = self._move(source, flat)
+                if arrive is not None:
+                    arriving.append(arrive)
+        slot.arriving = arriving
+        slot.owner = block
+        block.filled()
+
+    def _finish(self, slot: Slot) -> None:
+        """Wait for what is on its way into a slot: the current stream on a GPU, else this thread."""
+        arriving, slot.arriving = slot.arriving, []
+        try:
+            for arrive in arriving:
+                arrive()
+        except BaseException:
+            slot.owner = None
+            raise
+
+    def _move(self, source: Tensor, target: Tensor | None) -> tuple[Tensor, Callable[[], None] | None]:
+        """Start moving one stored tensor to the device.
+
+        Args:
+            source: Where it lives: host memory, or a mapped file.
+            target: Where it goes; None: wherever, it is decoded from there.
+
+        Returns:
+            Where it will be, and what to call before using it (None: it is there).
+        """
+        key = self.files.key_of(source) if self.files is not None else None
+        cpu = self.device.type == "cpu"
+        if key is None:
+            self.host_bytes += source.nbytes
+            if cpu:
+                if target is None:
+                    return source, None
+                target.copy_(source)
+                return target, None
+            if target is None:
+                target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+            return target, registry.copy_engine().h2d(target, source).wait_stream
+        assert self.files is not None  # a key comes from there
+        self.disk_bytes += source.nbytes
+        if target is None:
+            target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
+        if cpu:
+            ticket = self.files.read_async(key, target)
+            return target, lambda: _done(ticket)
+        staged = registry.host_allocator().empty(source.nbytes).view(source.dtype).view(source.shape)
+        ticket = self.files.read_async(key, staged)
+
+        def arrive() -> None:
+            ticket.wait()
+            registry.copy_engine().h2d(target, staged).wait_stream()
+
+        return target, arrive
+
+
+def _done(ticket: _Ticket) -> None:
+    ticket.wait()
+
+
+def _check(block: PagedBlock, target: Tensor, parameter: Tensor) -> None:
+    if target.shape != parameter.shape or target.dtype != parameter.dtype:
+        raise StateError(
+            f"paged block {block.name!r}: a Parameter of {tuple(parameter.shape)} and {parameter.dtype} "
+            f"takes the place of {tuple(target.shape)} and {target.dtype}; unwrap the model before changing "
+            "its weights' shape or dtype"
+        )
+
+
+def _decoding(
+    parameter: Any, parts: dict[str, tuple[Tensor, Callable[[], None] | None]], target: Tensor
+) -> Callable[[], None]:
+    """Make what decodes packed parts into a slot once they are there."""
+    codec = registry.codec(parameter.codec)
+    shape, block_size = tuple(parameter.shape), int(parameter.block_size)
+
+    def decode() -> None:
+        for _, arrive in parts.values():
+            if arrive is not None:
+                arrive()
+        packed = {key: part for key, (part, _) in parts.items()}
+        codec.decode(packed, shape, target.dtype, block_size, out=target)
+
+    return decode

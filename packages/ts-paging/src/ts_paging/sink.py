@@ -1,0 +1,127 @@
+"""The sink: gradients of paged weights leave the device as they become final and land in ``p.grad``.
+
+Contributions of one backward pass to one Parameter are summed in the order they arrive, as the engine sums
+them for an ordinary leaf, and the sum is added to ``p.grad`` once, at the end of the pass. So after
+``backward()`` returns, ``p.grad`` is a real tensor on the host with the bits it would have had.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ts_core import registry
+from ts_core.registry import CopyTicket
+
+from .guard import guard_of
+
+__all__ = ["GradientSink", "HostMemory", "PlainMemory"]
+
+
+class HostMemory(Protocol):
+    """Gives host tensors for gradients: page-locked, ordinary, or files mapped into memory."""
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return an uninitialised host tensor with the dtype, shape and strides of a dense one."""
+        ...
+
+
+class PlainMemory:
+    """Ordinary memory."""
+
+    def like(self, tensor: Tensor) -> Tensor:
+        """Return an uninitialised tensor of the same dtype, shape and strides on the CPU."""
+        return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
+
+
+def _holders(tensor: Tensor) -> int:
+    storage = tensor.untyped_storage()
+    return int(torch._C._storage_Use_Count(storage._cdata))
+
+
+class GradientSink:
+    """Takes gradients during a backward pass and lands them at its end.
+
+    Attributes:
+        d2h_bytes: Bytes that left a device so far.
+    """
+
+    def __init__(self, memory: HostMemory | None = None) -> None:
+        """Hold nothing yet; buffers come from `memory` and are used again."""
+        self._memory = memory or PlainMemory()
+        self._parts: dict[int, tuple[nn.Parameter, list[tuple[Tensor, CopyTicket | None]]]] = {}
+        self._task = -1
+        self._spare: dict[int, list[Tensor]] = {}
+        self.d2h_bytes = 0
+
+    def add(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Take one contribution; called by the engine's threads during a backward pass.
+
+        Args:
+            parameter: The guarded Parameter.
+            grad: Its gradient, on any device, with the Parameter's shape and dtype.
+        """
+        task = torch._C._current_graph_task_id()
+        if task != self._task:
+            # What an interrupted pass left behind belongs to no gradient.
+            self._parts.clear()
+            self._task = task
+            torch.autograd.Variable._execution_engine.queue_callback(self._land)
+        with torch._C.DisableTorchFunctionSubclass():
+            host = self._buffer(parameter)
+            ticket = None
+            if grad.device.type == "cpu":
+                host.copy_(grad)
+            else:
+                if grad.stride() != host.stride():
+                    grad = torch.empty_strided(
+                        host.size(), host.stride(), dtype=host.dtype, device=grad.device
+                    ).copy_(grad)
+                flat = host.as_strided((host.numel(),), (1,))
+                ticket = registry.copy_engine().d2h(flat, grad.as_strided((grad.numel(),), (1,)))
+                self.d2h_bytes += host.nbytes
+        self._parts.setdefault(id(parameter), (parameter, []))[1].append((host, ticket))
+
+    def forget(self, parameter: nn.Parameter) -> None:
+        """Drop the spare buffers of a Parameter that is paged no more."""
+        self._spare.pop(id(parameter), None)
+
+    def _buffer(self, parameter: nn.Parameter) -> Tensor:
+        """Return a buffer that nobody else holds: one that was ``p.grad`` before, or a new one."""
+        spare = self._spare.setdefault(id(parameter), [])
+        for tensor in spare:
+            # Two holders: our tensor object and the storage wrapper that asks.
+            if _holders(tensor) <= 2 and not self._landing(parameter, tensor):
+                return tensor
+        spare.append(self._memory.like(parameter))
+        return spare[-1]
+
+    def _landing(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
+        parts = self._parts.get(id(parameter))
+        return parts is not None and any(host is tensor for host, _ in parts[1])
+
+    @torch.no_grad()
+    def _land(self) -> None:
+        """Sum, run the hooks, set or add ``p.grad``: what AccumulateGrad does for an ordinary leaf."""
+        parts, self._parts, self._task = self._parts, {}, -1
+        for parameter, contributions in parts.values():
+            for _, ticket in contributions:
+                if ticket is not None:
+                    ticket.wait()
+            with torch._C.DisableTorchFunctionSubclass():
+                total = contributions[0][0]
+                for part, _ in contributions[1:]:
+                    total += part
+                entry = guard_of(parameter)
+                for hook in list(entry.hooks.values()) if entry else ():
+                    changed = hook(total)
+                    total = total if changed is None else changed
+                # A buffer is handed out through a tensor of its own, so that holders can be counted.
+                if parameter.grad is None:
+                    parameter.grad = total.detach()
+                else:
+                    parameter.grad += total
+            for landed in list(entry.landed_hooks.values()) if entry else ():
+                landed(parameter)

@@ -12,7 +12,7 @@ from torch import nn
 
 from ts_core.errors import StateError
 from ts_core.testing import devices
-from ts_paging.activations import HostActivations
+from ts_paging.activations import FileActivations, HostActivations
 from ts_paging.files import FileTensors
 from ts_paging.guard import GuardedParameter, guard_of
 from ts_paging.pager import WeightPager
@@ -412,3 +412,39 @@ def test_parked_storages_are_shared_by_their_views():
     # q, k and v are views of one product; parking it three times would be three times the bytes.
     saved = WIDTH * 18 * 4
     assert store.parked_bytes < 60 * saved
+
+
+def test_activations_in_files():
+    files = FileTensors()
+    store = FileActivations(files.store)
+    model = host(build())
+    page(model, "cpu", 2, "offload", activations=store)
+    assert_equal_runs(model, reverse_order, False, "cpu")
+    assert store.parked > 0
+    assert store.brought_bytes > 0
+    # What was parked went with the graphs.
+    assert not [key for key in files.store.keys() if key.startswith("activation")]  # noqa: SIM118
+    files.close()
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_resident_blocks_have_policies_too(policy):
+    model = host(build())
+    pager = page(model, "cpu", 2, policy, pages=lambda p: p is not model.layers[0].out.weight and p.dim() > 9)
+    assert not pager.slots[:-1]
+    assert_equal_runs(model, summed, False, "cpu")
+    assert [block.runs for block in pager.blocks] == [12 if policy == "recompute" else 6] * LAYERS
+    assert (pager.activations.parked > 0) == (policy == "offload")
+
+
+def test_moving_and_converting_leave_paged_weights_alone():
+    model = host(build())
+    page(model, "cpu")
+    names = [name for name, _ in model.named_parameters()]
+    pointers = [p.data_ptr() for p in model.parameters()]
+    model.to("cpu")
+    model.float()
+    assert [name for name, _ in model.named_parameters()] == names
+    assert [p.data_ptr() for p in model.parameters()] == pointers
+    with pytest.raises(StateError, match="dtype"):
+        model.half()

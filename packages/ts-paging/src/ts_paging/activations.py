@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -11,9 +12,12 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from ts_core import registry
+from ts_core.errors import StateError
 from ts_core.registry import CopyTicket
 
-__all__ = ["ActivationStore", "HostActivations", "Parked", "park_hook"]
+from .disk import DiskStore
+
+__all__ = ["ActivationStore", "FileActivations", "HostActivations", "Parked", "park_hook"]
 
 
 class Parked(Protocol):
@@ -78,6 +82,57 @@ class HostActivations:
         self.parked += 1
         self.parked_bytes += data.numel()
         return _OnHost(self, data)
+
+
+class _InFile:
+    """A storage in a file; the file goes with it."""
+
+    __slots__ = ("__weakref__", "_back", "_key", "_owner", "_ticket")
+
+    def __init__(self, owner: FileActivations, key: str, data: Tensor) -> None:
+        self._owner = owner
+        self._key = key
+        self._ticket = owner.store.write_async(key, data)
+        self._back: weakref.ref[Tensor] | None = None
+        weakref.finalize(self, owner.drop, key)
+
+    def bring(self) -> Tensor:
+        back = self._back() if self._back is not None else None
+        if back is None:
+            self._ticket.wait()
+            back = self._owner.store.read(self._key)
+            self._back = weakref.ref(back)
+            self._owner.brought_bytes += back.numel()
+        return back
+
+
+class FileActivations:
+    """Parks storages of a CPU run in files: the tier below RAM.
+
+    Attributes:
+        store: The files.
+        parked: Storages parked so far.
+        parked_bytes: Their bytes.
+        brought_bytes: Bytes brought back so far.
+    """
+
+    def __init__(self, store: DiskStore) -> None:
+        """Use a store; keys start with ``activation``."""
+        self.store = store
+        self.parked = 0
+        self.parked_bytes = 0
+        self.brought_bytes = 0
+
+    def park(self, data: Tensor) -> Parked:
+        """Start moving the bytes out."""
+        self.parked += 1
+        self.parked_bytes += data.numel()
+        return _InFile(self, f"activation.{self.parked}", data)
+
+    def drop(self, key: str) -> None:
+        """Remove the file of a storage that nobody needs any more."""
+        with contextlib.suppress(KeyError, StateError):
+            self.store.delete(key)
 
 
 class _View:

@@ -95,7 +95,8 @@ class PagedBlock:
         parameters: Its paged Parameters, each once.
         policy: ``keep``, ``offload`` or ``recompute``.
         layout: Where each lies in the slot.
-        slot: The slot that it always uses.
+        slot: The slot that it always uses; None if none of its Parameters is paged and only its activation
+            policy is wanted.
         views: Typed views of the slot that the block computes with.
         runs: How often the original forward ran; 2 per step when it recomputes.
         fills: How often its weights were brought into the slot.
@@ -118,27 +119,62 @@ class PagedBlock:
             self.layout = SlotLayout([decoded(parameter) for parameter in self.parameters])
         self.runs = 0
         self.fills = 0
+        self.slot: Slot | None = None
+        self.views: list[Tensor] = []
+        self.fill_views: list[Tensor] = []
         self._stamp: tuple[int, ...] = ()
         self._original: Callable[..., Any] = module.forward
+        self._before: dict[str, Any] = {}
 
-    def attach(self, slot: Slot) -> None:
-        """Take a slot and replace ``forward``."""
+    def attach(self, slot: Slot | None) -> None:
+        """Take a slot and replace ``forward``; ``.to()`` and the like leave paged Parameters alone."""
         self.slot = slot
-        with torch._C.DisableTorchFunctionSubclass():
-            pairs = list(zip(self.layout.offsets, map(decoded, self.parameters), strict=True))
-            self.views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
-            self.fill_views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
-        self._anchor = torch.zeros((), device=slot.buffer.device, requires_grad=True)
-        self._had_forward = self.module.__dict__.get("forward")
+        if slot is not None:
+            with torch._C.DisableTorchFunctionSubclass():
+                pairs = list(zip(self.layout.offsets, map(decoded, self.parameters), strict=True))
+                self.views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
+                self.fill_views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
+        self._anchor = torch.zeros((), device=self.pager.device, requires_grad=True)
         self._original = self.module.forward
-        self.module.__dict__["forward"] = self._forward
+        own = self.module.__dict__
+        self._before = {key: own[key] for key in ("forward", "_apply") if key in own}
+        own["forward"] = self._forward
+        own["_apply"] = self._apply
 
     def detach(self) -> None:
-        """Give the module its own ``forward`` back."""
-        if self._had_forward is None:
-            self.module.__dict__.pop("forward", None)
-        else:
-            self.module.__dict__["forward"] = self._had_forward
+        """Give the module its own methods back."""
+        for key in ("forward", "_apply"):
+            self.module.__dict__.pop(key, None)
+        self.module.__dict__.update(self._before)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
+        """Stand in for the module's ``_apply``: what is paged stays in its place, the rest is converted."""
+        for parameter in self.parameters:
+            before = parameter.dtype
+            probe = torch.empty(0, dtype=before)
+            if fn(probe).dtype != before:
+                raise StateError(
+                    f"paged block {self.name!r}: its weights cannot change their dtype while the model is "
+                    "wrapped; unwrap it first"
+                )
+        with self._without():
+            convert: Any = type(self.module)._apply
+            convert(self.module, fn, recurse)
+        return self.module
+
+    @contextlib.contextmanager
+    def _without(self) -> Iterator[None]:
+        order = {id(place): list(place) for place, *_ in self._sites}
+        for place, key, _, _ in self._sites:
+            del place[key]
+        try:
+            yield
+        finally:
+            for place, key, parameter, _ in self._sites:
+                place[key] = parameter
+            for place, *_ in self._sites:  # names keep their order
+                for key in order[id(place)]:
+                    place[key] = place.pop(key)
 
     def stamp(self) -> tuple[int, ...]:
         """Return what changes whenever a weight is written outside."""
@@ -159,7 +195,8 @@ class PagedBlock:
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             trained = tuple([i for i, p in enumerate(self.parameters) if p.requires_grad])
-        self.pager.use(self, fresh=True)
+        if self.slot is not None:
+            self.pager.use(self, fresh=True)
         if not torch.is_grad_enabled():
             self.runs += 1
             with self._bound(self.views):
@@ -197,14 +234,15 @@ class PagedBlock:
                 kwargs = {k: None if k in _CACHES else v for k, v in kwargs.items()}
             again = True
             self.runs += 1
-            self.pager.use(self)
+            if self.slot is not None:
+                self.pager.use(self)
             with self._bound(leaves):
                 return self._original(*args, **kwargs)
 
         return checkpoint(body, *args, use_reentrant=False, **kwargs)
 
     def _hooks(self, args: Any, kwargs: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        address = self.slot.address
+        address = -1 if self.slot is None else self.slot.address
         park: Callable[[Tensor], Any] | None = None
         if self.policy == "offload":
             flat = tree_flatten((args, kwargs))[0]
@@ -232,7 +270,7 @@ class PagedBlock:
         places = []
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
-                if value.untyped_storage().data_ptr() == self.slot.address:
+                if self.slot is not None and value.untyped_storage().data_ptr() == self.slot.address:
                     flat[index] = value = value.clone()  # nothing of a slot leaves its block
                 if value.requires_grad:
                     places.append(index)

@@ -55,6 +55,11 @@ class FileTensors:
         return self._store.used_bytes
 
     @property
+    def store(self) -> DiskStore:
+        """The files themselves."""
+        return self._store
+
+    @property
     def directory(self) -> str:
         """The private folder."""
         return str(self._store.folder)

@@ -95,8 +95,9 @@ class WeightPager:
         """
         self.blocks = [PagedBlock(self, *block) for block in blocks]
         self.edges = [PagedBlock(self, name, module, "keep") for name, module in edges]
-        count = min(self._count, len(self.blocks))
-        sizes = [block.layout.nbytes for block in self.blocks]
+        paged = [block for block in self.blocks if block.parameters]
+        count = min(self._count, len(paged))
+        sizes = [block.layout.nbytes for block in paged]
         self.slots = [Slot(max(sizes[index::count]), self.device) for index in range(count)]
         if self.edges:
             self.slots.append(Slot(max(edge.layout.nbytes for edge in self.edges), self.device))
@@ -104,8 +105,9 @@ class WeightPager:
             for parameter in block.parameters:
                 if type(parameter) is nn.Parameter:
                     guard(parameter, self.sink.add)
-        for index, block in enumerate(self.blocks):
-            block.attach(self.slots[index % count])
+        places = {id(block): self.slots[index % count] for index, block in enumerate(paged)}
+        for block in self.blocks:
+            block.attach(places.get(id(block)))
         for edge in self.edges:
             edge.attach(self.slots[-1])
 
@@ -131,7 +133,7 @@ class WeightPager:
                 forward computed with.
             backward: Asked by a backward pass: the block that comes next is another one.
         """
-        slot = block.slot
+        slot = _slot_of(block)
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if slot.owner is not block or (fresh and block.stale()):
                 self._start(block)
@@ -149,7 +151,7 @@ class WeightPager:
             not self._prefetch
             or follower is None
             or follower.slot is block.slot
-            or follower.slot.owner is follower
+            or _slot_of(follower).owner is follower
             or (self.device.type == "cpu" and self.files is None)
             or any((entry := guard_of(p)) is not None and entry.pending for p in follower.parameters)
         ):
@@ -158,7 +160,7 @@ class WeightPager:
 
     def _start(self, block: PagedBlock) -> None:
         """Begin to bring a block's weights into its slot, whoever is there now."""
-        slot = block.slot
+        slot = _slot_of(block)
         self._finish(slot)
         slot.owner = None  # if something fails on the way, nobody is there
         arriving: list[Callable[[], None]] = []
@@ -228,6 +230,11 @@ class WeightPager:
             registry.copy_engine().h2d(target, staged).wait_stream()
 
         return target, arrive
+
+
+def _slot_of(block: PagedBlock) -> Slot:
+    assert block.slot is not None  # only blocks with paged Parameters ask
+    return block.slot
 
 
 def _done(ticket: _Ticket) -> None:

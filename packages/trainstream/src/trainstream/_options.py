@@ -186,24 +186,20 @@ class WrapOptions:
         options.number("max_activation_slowdown", self.max_activation_slowdown, minimum=0.0)
         _off("max_activation_slowdown", float(self.max_activation_slowdown), (0.15,))
         self.min_offload_bytes = _bytes("min_offload_bytes", self.min_offload_bytes)
-        _off("min_offload_bytes", self.min_offload_bytes, (_MIB,))
 
     def _check_placement(self) -> None:
         for name, indices in (("activation_offload", False), ("param_offload", True), ("recompute", True)):
             value = getattr(self, name)
             _share(name, value, indices=indices)
-            _off(name, list(value) if isinstance(value, tuple) else value, ("auto", False, 0.0, []))
         for name in ("host_arena", "peer"):
             value = getattr(self, name)
             if not (value is None or value is False or (isinstance(value, str) and value == "auto")):
                 _bytes(name, value)
                 _off(name, value, ("auto", False, None))
-        if self.disk_offload is not None:
-            if not isinstance(self.disk_offload, str | os.PathLike):
-                raise OptionError(
-                    f"option disk_offload: expected None or a directory, given {self.disk_offload!r}"
-                )
-            options.not_yet("disk_offload", self.disk_offload, (None,))
+        if self.disk_offload is not None and not isinstance(self.disk_offload, str | os.PathLike):
+            raise OptionError(
+                f"option disk_offload: expected None or a directory, given {self.disk_offload!r}"
+            )
         for name in ("max_inflight_bytes", "vram_budget", "ram_budget", "disk_budget"):
             if getattr(self, name) is not None:
                 options.not_yet(name, _bytes(name, getattr(self, name)), (None,))

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from trainstream._session import Session, session_of
 from ts_core.blocks import parameter_bytes
 from ts_core.errors import StateError
+from ts_paging.files import FileTensors
+from ts_quant import QuantizedTensor
 
 __all__ = ["memory_report"]
 
@@ -30,9 +32,10 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         - ``experts``: ``copied``, expert copies made so far (0: experts are not paged).
         - ``tiers``: bytes now in ``device``, ``peer``, ``host`` and ``disk``. On a CPU run ``device`` is the
           RAM that holds weights, buffers and gradients, ``host`` the RAM that holds optimizer state.
-        - ``moved``: ``h2d_bytes`` and ``d2h_bytes`` so far.
+        - ``moved``: ``h2d_bytes``, ``d2h_bytes`` and ``disk_read_bytes`` so far.
         - ``times``: seconds in optimizer steps so far, as the optimizer counts them.
-        - ``blocks``: one row per block: name, kind, tier, codec, policy, parameters, trainable, bytes.
+        - ``blocks``: one row per block: name, kind, tier, codec, policy, parameters, trainable, bytes;
+          ``runs`` of its forward and ``fills`` of its slot so far, where it is paged or has a policy.
 
     Raises:
         StateError: The model is not wrapped.
@@ -58,20 +61,35 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         "plan": {**session.plan.to_dict(), "history": [dict(entry) for entry in session.history]},
         "experts": {"copied": 0},
         "tiers": _tiers(session, stats),
-        "moved": {key: int(stats.get(key, 0)) for key in ("h2d_bytes", "d2h_bytes")},
+        "moved": _moved(session, stats),
         "times": {key: value for key, value in stats.items() if key.endswith("_s")},
         "blocks": _table(session),
     }
+
+
+def _moved(session: Session, stats: dict[str, Any]) -> dict[str, int]:
+    moved = {key: int(stats.get(key, 0)) for key in ("h2d_bytes", "d2h_bytes")}
+    moved["disk_read_bytes"] = 0
+    pager = session.pager
+    if pager is not None:
+        moved["disk_read_bytes"] = pager.disk_bytes
+        if session.plan.device.startswith("cuda"):
+            moved["h2d_bytes"] += pager.host_bytes + pager.activations.brought_bytes
+            moved["d2h_bytes"] += pager.sink.d2h_bytes + pager.activations.parked_bytes
+    return moved
 
 
 def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
     tiers = {"device": 0, "peer": 0, "host": 0, "disk": 0}
     model = session.model
     on_cuda = session.plan.device.startswith("cuda")
+    files = session.tier.files if session.tier is not None else None
     for tensor in [*model.parameters(), *model.buffers()]:
         held = [tensor] if tensor.grad is None else [tensor, tensor.grad]
         for each in held:
             place = "host" if on_cuda and each.device.type == "cpu" else "device"
+            if files is not None and _in_files(each, files):
+                place = "disk"
             tiers[place] += parameter_bytes(each)
     if "host_state_bytes" in stats:
         tiers["host"] += int(stats["host_state_bytes"])
@@ -84,9 +102,15 @@ def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
     return tiers
 
 
+def _in_files(tensor: Tensor, files: FileTensors) -> bool:
+    parts = tensor.packed.values() if isinstance(tensor, QuantizedTensor) else [tensor.detach()]
+    return all(files.key_of(part) is not None for part in parts)
+
+
 def _table(session: Session) -> list[dict[str, Any]]:
     parameters = dict(session.model.named_parameters(remove_duplicate=False))
     rows = []
+    runs = {b.name: (b.runs, b.fills) for b in session.pager.blocks} if session.pager is not None else {}
     for group, plan in zip(session.block_map.groups, session.plan.blocks, strict=True):
         own = [parameters[name] for name in group.parameters if name in parameters]
         rows.append(
@@ -95,6 +119,8 @@ def _table(session: Session) -> list[dict[str, Any]]:
                 "parameters": sum(p.numel() for p in own),
                 "trainable": sum(p.numel() for p in own if p.requires_grad),
                 "bytes": sum(parameter_bytes(p) for p in own),
+                "runs": runs.get(group.name, (0, 0))[0],
+                "fills": runs.get(group.name, (0, 0))[1],
             }
         )
     return rows

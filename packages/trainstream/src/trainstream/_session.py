@@ -20,6 +20,8 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from trainstream._options import WrapOptions
+    from trainstream._paging import Tier
+    from ts_paging.pager import WeightPager
 
 __all__ = ["Session", "session_of"]
 
@@ -35,6 +37,8 @@ class Session:
         options: The checked options.
         block_map: Which parameters form which block.
         plan: Where every block lives; ``plan.policy[b]`` is block b's activation policy.
+        pager: Brings paged weights; None if nothing is paged, offloaded or recomputed.
+        tier: Where paged weights live.
         events: What happened and what was decided, as lines of text.
         decisions: The lines that decided an ``"auto"`` option.
         adapting: True while the session still tunes itself; always False in this release.
@@ -49,8 +53,12 @@ class Session:
         options: WrapOptions,
         block_map: BlockMap,
         plan: Plan,
+        pager: WeightPager | None = None,
+        tier: Tier | None = None,
     ) -> None:
         """Keep the parts together; `start` begins measuring."""
+        self.pager = pager
+        self.tier = tier
         self.model = model
         self.optimizer = optimizer
         self.options = options

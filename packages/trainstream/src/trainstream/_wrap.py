@@ -8,7 +8,8 @@ plain assignment, so a failed `wrap()` leaves model and optimizer as they were.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,12 +18,14 @@ from torch.optim import Optimizer
 
 import ts_quant
 from trainstream._options import WrapOptions
+from trainstream._paging import Placement, Tier, paged_parameters, place_blocks, start_paging
 from trainstream._session import Session, session_of
 from ts_core import memory, registry
 from ts_core.blocks import BlockMap, block_map, find_blocks, parameter_bytes
 from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
 from ts_core.plan import BlockPlan, Numerics, Plan
 from ts_optim import OffloadAdamW
+from ts_paging.pager import WeightPager
 from ts_quant.model import quantizable_weights
 
 __all__ = ["unwrap", "wrap"]
@@ -74,15 +77,36 @@ def wrap(
     blocks = find_blocks(model, checked.blocks)
     device = _target_device(model, checked)
     _use_fast_copies(device)
+    placement = place_blocks(checked, len(blocks))
+    paged = paged_parameters(model, blocks, placement)
     adopted, how = _adopt(model, optimizer, checked)
-    codec, why = _choose_codec(model, blocks, adopted, device, checked)
-    staged = _stage(model, blocks, device, codec, checked.quant_block_size)
-
-    _commit(model, adopted, staged)  # from here on nothing can fail
-    groups = block_map(model, checked.blocks)
-    session = Session(model, adopted, checked, groups, _plan(groups, model, device, codec, adopted, checked))
+    codec, why = _choose_codec(model, blocks, adopted, device, paged, checked)
+    tier = Tier(device, checked) if placement.hooked else None
+    pager = None
+    undo: list[Callable[[], None]] = []
+    try:
+        staged = _stage(model, blocks, device, codec, checked.quant_block_size, paged, tier)
+        paged = {id(staged.replaced.get(key, p)): staged.replaced.get(key, p) for key, p in paged.items()}
+        undo = _commit(model, adopted, staged)
+        groups = block_map(model, checked.blocks)
+        if tier is not None:
+            names = [group.name for group in groups.blocks]
+            named = list(zip(names, blocks, strict=True))
+            pager = start_paging(named, placement, paged, tier, device, checked)
+    except BaseException:
+        for step in reversed(undo):
+            step()
+        if tier is not None:
+            tier.close()
+        raise
+    plan = _plan(groups, model, device, codec, adopted, placement, tier, pager, checked)
+    session = Session(model, adopted, checked, groups, plan, pager, tier)
     session.events.add(f"wrapped: {len(blocks)} blocks, computing on {device}")
     session.events.add(how)
+    if tier is not None:
+        kept = ", ".join(f"{placement.policy.count(p)} {p}" for p in ("keep", "offload", "recompute"))
+        paging = f"{len(placement.paged)} blocks from {tier.name} through {plan.slots} slots"
+        session.events.add(f"paging: {paging}; activations: {kept}")
     if why:
         session.decide(why)
     for line in checked.notes():
@@ -93,10 +117,11 @@ def wrap(
 
 
 def unwrap(model: nn.Module) -> nn.Module:
-    """Finish pending work, remove every hook and forget the session; the model stays usable where it is.
+    """Finish pending work, remove every hook and forget the session; the model is usable as before.
 
-    Weights that `wrap()` quantized stay quantized (their exact values are gone); `ts_quant.dequantize_model`
-    decodes them. The optimizer stays usable.
+    Paged weights come back to the device, or to RAM if it has no room for them. Weights that `wrap()`
+    quantized stay quantized (their exact values are gone); `ts_quant.dequantize_model` decodes them. The
+    optimizer stays usable.
 
     Args:
         model: A model that `wrap()` returned.
@@ -114,8 +139,44 @@ def unwrap(model: nn.Module) -> nn.Module:
     if session is None:
         raise StateError("unwrap(model): expected a wrapped model")
     session.stop()
+    if session.pager is not None:
+        paged = [p for block in session.pager.blocks for p in block.parameters]
+        session.pager.detach()
+        _bring_back(model, session.optimizer, {id(p): p for p in paged}, torch.device(session.plan.device))
+    if session.tier is not None:
+        session.tier.close()
     del model.__dict__["_trainstream_session"]
     return model
+
+
+def _bring_back(
+    model: nn.Module, optimizer: Optimizer | None, paged: dict[int, nn.Parameter], device: torch.device
+) -> None:
+    """Move paged weights out of their tier, to the device, or to RAM where it has no room."""
+    staged = _Staged()
+    for key, parameter in paged.items():
+        value: Any = parameter.detach()
+        grad = parameter.grad
+        try:
+            value = _copied(value, device)
+            grad = None if grad is None else grad.to(device, copy=True)
+        except torch.OutOfMemoryError:
+            value = _copied(value, torch.device("cpu"))
+            grad = None if grad is None else grad.cpu()
+        if isinstance(value, ts_quant.QuantizedTensor):
+            staged.replaced[key] = nn.Parameter(value, requires_grad=False)
+        else:
+            staged.data.append((parameter, value, grad))
+    _commit(model, optimizer, staged)
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    """Copy to `device` even if it is there: a mapped file must not stay behind."""
+    if isinstance(value, ts_quant.QuantizedTensor):
+        packed = {key: part.to(device, copy=True) for key, part in value.packed.items()}
+        shape = tuple(value.shape)
+        return ts_quant.QuantizedTensor(packed, value.codec, shape, value.dtype, value.block_size)
+    return value.to(device, copy=True)
 
 
 def _target_device(model: nn.Module, options: WrapOptions) -> torch.device:
@@ -214,6 +275,7 @@ def _choose_codec(
     blocks: Sequence[nn.Module],
     optimizer: Optimizer | None,
     device: torch.device,
+    paged: dict[int, nn.Parameter],
     options: WrapOptions,
 ) -> tuple[str, str]:
     """Return the codec of frozen block weights and the line that says why, or raise if nothing fits."""
@@ -224,8 +286,9 @@ def _choose_codec(
         if options.check_memory:
             _check_host(optimizer)
         return codecs[0], "quantize=auto: none, the weights are in RAM already" if wanted == "auto" else ""
-    resident = sum(parameter_bytes(t) for t in [*model.parameters(), *model.buffers()] if t.device != device)
-    frozen = [p for p in _frozen(model, blocks) if p.device != device]
+    staying = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in paged]
+    resident = sum(parameter_bytes(t) for t in staying if t.device != device)
+    frozen = [p for p in _frozen(model, blocks) if p.device != device and id(p) not in paged]
     budget = memory.device_budget(device)
     room = int(budget.available_bytes * (1 - options.vram_headroom))
     needs = {}
@@ -282,7 +345,13 @@ class _Staged:
 
 
 def _stage(
-    model: nn.Module, blocks: Sequence[nn.Module], device: torch.device, codec: str, block_size: int
+    model: nn.Module,
+    blocks: Sequence[nn.Module],
+    device: torch.device,
+    codec: str,
+    block_size: int,
+    paged: dict[int, nn.Parameter],
+    tier: Tier | None,
 ) -> _Staged:
     staged = _Staged()
     quantized = {id(p) for p in _frozen(model, blocks)} if codec != "none" else set()
@@ -290,7 +359,14 @@ def _stage(
         value = tensor.detach()
         if id(tensor) in quantized:
             value = ts_quant.quantize(value.to(device), codec, block_size=block_size)
+            value = tier.store(value) if tier is not None and id(tensor) in paged else value
             staged.replaced[id(tensor)] = nn.Parameter(value, requires_grad=False)
+        elif tier is not None and id(tensor) in paged:
+            if isinstance(value, ts_quant.QuantizedTensor):
+                staged.replaced[id(tensor)] = nn.Parameter(tier.store(value), requires_grad=False)
+            else:
+                grad = None if tensor.grad is None else tensor.grad.cpu()
+                staged.data.append((tensor, tier.store(value), grad))
         elif tensor.device != device and isinstance(value, ts_quant.QuantizedTensor):
             staged.replaced[id(tensor)] = nn.Parameter(value.to(device), requires_grad=False)
         elif tensor.device != device:
@@ -299,21 +375,31 @@ def _stage(
     return staged
 
 
-def _commit(model: nn.Module, optimizer: Optimizer | None, staged: _Staged) -> None:
+def _exchange(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
+    tensor.grad = None
+    tensor.data = value
+    tensor.grad = grad
+
+
+def _commit(model: nn.Module, optimizer: Optimizer | None, staged: _Staged) -> list[Callable[[], None]]:
+    """Put the staged values in place; return what takes each of them back, in order."""
+    undo: list[Callable[[], None]] = []
     for tensor, value, grad in staged.data:
-        tensor.grad = None
-        tensor.data = value
-        tensor.grad = grad
+        undo.append(partial(_exchange, tensor, tensor.data, tensor.grad))
+        _exchange(tensor, value, grad)
     places: list[Any] = [module._parameters for module in model.modules()]
     # A frozen weight may be listed in the optimizer: left there, the original would never be freed.
     places += [dict(enumerate(group["params"])) for group in optimizer.param_groups] if optimizer else []
     for place in places:
         for key, parameter in place.items():
             if id(parameter) in staged.replaced:
+                undo.append(partial(place.__setitem__, key, parameter))
                 place[key] = staged.replaced[id(parameter)]
     if optimizer is not None:
         for group, params in zip(optimizer.param_groups, places[-len(optimizer.param_groups) :], strict=True):
+            undo.append(partial(group.__setitem__, "params", group["params"]))
             group["params"] = list(params.values())
+    return undo
 
 
 def _plan(
@@ -322,17 +408,25 @@ def _plan(
     device: torch.device,
     codec: str,
     optimizer: Optimizer | None,
+    placement: Placement,
+    tier: Tier | None,
+    pager: WeightPager | None,
     options: WrapOptions,
 ) -> Plan:
     parameters = dict(model.named_parameters(remove_duplicate=False))
     rows = []
+    index = -1
     for group in groups.groups:
+        block = group.kind == "block"
+        index += block
         own = [parameters[name] for name in group.parameters if name in parameters]
         codecs = {p.codec for p in own if isinstance(p, ts_quant.QuantizedTensor)}
         rows.append(
             BlockPlan(
                 name=group.name,
                 kind=group.kind,
+                tier=tier.name if tier is not None and block and index in placement.paged else "device",
+                policy=placement.policy[index] if block else "keep",
                 codec=codecs.pop() if len(codecs) == 1 else "mixed" if codecs else "none",
                 bytes=sum(parameter_bytes(p) for p in own),
             )
@@ -347,4 +441,5 @@ def _plan(
             moment_dtype=options.moment_dtype,
         ),
         optimizer="cpu" if isinstance(optimizer, OffloadAdamW) else "none",
+        slots=len(pager.slots) if pager is not None else 0,
     )

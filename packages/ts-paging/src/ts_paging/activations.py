@@ -29,7 +29,11 @@ class Parked(Protocol):
 
 
 class ActivationStore(Protocol):
-    """Where storages go."""
+    """Where storages go; counts them and their bytes both ways."""
+
+    parked: int
+    parked_bytes: int
+    brought_bytes: int
 
     def park(self, data: Tensor) -> Parked:
         """Move a uint8 device tensor's bytes out; the caller drops the tensor afterwards."""

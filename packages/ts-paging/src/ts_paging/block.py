@@ -9,6 +9,8 @@ it, so the order of backward passes does not matter.
 from __future__ import annotations
 
 import contextlib
+import copy
+import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -27,8 +29,6 @@ if TYPE_CHECKING:
     from .pager import WeightPager
 
 __all__ = ["PagedBlock"]
-
-_CACHES = frozenset({"past_key_values", "past_key_value", "layer_past", "cache_params"})
 
 
 class _Bind(torch.autograd.Function):
@@ -75,6 +75,25 @@ def refuse_create_graph(block: PagedBlock) -> None:
 
 _bind = cast(Callable[..., tuple[Tensor, ...]], _Bind.apply)
 _gate = cast(Callable[..., tuple[Tensor, ...]], _Gate.apply)
+
+
+class _StandIn:
+    """What stands in the place of a method on the module; a copy of the module gets the class's own again."""
+
+    def __init__(self, block: PagedBlock, name: str, run: Callable[..., Any]) -> None:
+        self._block, self._name, self._run = block, name, run
+        self.__wrapped__ = getattr(block.module, name)  # inspect.signature looks here
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._run(*args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        module = self._block.module
+        return types.MethodType(getattr(type(module), self._name), memo[id(module)])
+
+    def __reduce__(self) -> Any:
+        module = self._block.module
+        return types.MethodType, (getattr(type(module), self._name), module)
 
 
 class _Weight:
@@ -138,8 +157,8 @@ class PagedBlock:
         self._original = self.module.forward
         own = self.module.__dict__
         self._before = {key: own[key] for key in ("forward", "_apply") if key in own}
-        own["forward"] = self._forward
-        own["_apply"] = self._apply
+        own["forward"] = _StandIn(self, "forward", self._forward)
+        own["_apply"] = _StandIn(self, "_apply", self._apply)
 
     def detach(self) -> None:
         """Give the module its own methods back."""
@@ -205,7 +224,7 @@ class PagedBlock:
         if trained:
             for index, leaf in zip(trained, _bind(self, trained, self._anchor), strict=True):
                 leaves[index] = leaf
-        if self.policy == "recompute" and not _cached(args, kwargs):
+        if self.policy == "recompute" and not self._cached(args, kwargs):
             output = self._recomputed(leaves, args, kwargs)
         else:
             self.runs += 1
@@ -227,11 +246,13 @@ class PagedBlock:
     def _recomputed(self, leaves: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
         """Run under non-reentrant checkpointing, no hooks of ours inside: torch applies the innermost."""
         again = False
+        caches = {id(v): self._as_found(v) for v in (*args, *kwargs.values()) if _is_cache(v)}
 
         def body(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
-            if again:  # the cache has this run's keys and values already
-                kwargs = {k: None if k in _CACHES else v for k, v in kwargs.items()}
+            if again:  # a key-value cache has this run's keys and values already
+                args = tuple(caches.get(id(value), value) for value in args)
+                kwargs = {key: caches.get(id(value), value) for key, value in kwargs.items()}
             again = True
             self.runs += 1
             if self.slot is not None:
@@ -265,6 +286,31 @@ class PagedBlock:
 
         return pack, unpack
 
+    def _layer_index(self) -> int:
+        indices = (getattr(module, "layer_idx", None) for module in self.module.modules())
+        return next((index for index in indices if isinstance(index, int)), 0)
+
+    def _cached(self, args: Any, kwargs: Any) -> bool:
+        """Whether a cache comes in that holds something for this block already, or is of an unknown kind."""
+        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        index = self._layer_index() if caches else 0
+        return any(
+            not isinstance(getattr(cache, "layers", None), list) or int(cache.get_seq_length(index)) > 0
+            for cache in caches
+        )
+
+    def _as_found(self, cache: Any) -> Any:
+        """Return the cache as it is before this block adds to it, for the second run.
+
+        Left out altogether, attention would get keys and values of other strides, and take another path.
+        """
+        index = self._layer_index()
+        found = copy.copy(cache)
+        found.layers = list(cache.layers)
+        if index < len(found.layers):
+            found.layers[index] = copy.copy(found.layers[index])
+        return found
+
     def _gated(self, output: Any) -> Any:
         flat, spec = tree_flatten(output)
         places = []
@@ -287,10 +333,6 @@ def decoded(parameter: Tensor) -> Tensor:
     return parameter.detach()
 
 
-def _cached(args: Any, kwargs: Any) -> bool:
-    """Whether a cache with content comes in: running again without it would give other values."""
-    for key in _CACHES:
-        length = getattr(kwargs.get(key), "get_seq_length", None)
-        if length is not None and int(length()) > 0:
-            return True
-    return False
+def _is_cache(value: Any) -> bool:
+    """Whether an argument is a key-value cache that a block adds to, by what it can do."""
+    return hasattr(value, "get_seq_length") and hasattr(value, "update")

@@ -96,8 +96,9 @@ class Guard:
     def give_back(self, parameter: nn.Parameter) -> None:
         """Make the hooks the Parameter's own again."""
         native: Any = parameter
-        native._backward_hooks = self.hooks or None
-        native._post_accumulate_grad_hooks = self.landed_hooks or None
+        # Never None: torch would leave ours in place.
+        native._backward_hooks = self.hooks
+        native._post_accumulate_grad_hooks = self.landed_hooks
 
     def wait(self) -> None:
         """Wait for the update under way, if any."""

@@ -31,7 +31,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--activation-offload",
         default="auto",
-        help="wrap()'s activation_offload: auto, true, false or a share (this release: auto or false)",
+        help="wrap()'s activation_offload: auto, true, false or a share",
     )
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--batch", type=int, default=2)

@@ -1,3 +1,4 @@
+import gc
 import json
 import os
 import re
@@ -139,6 +140,20 @@ def test_int8_dialogues_epochs_and_separate_held_out_data(place, tmp_path):
         "max_grad_norm=0",
     )  # fmt: skip
     assert (events[0]["train_rows"], events[0]["total_steps"], events[0]["quantize"]) == (10, 5, "int8")
+
+
+@pytest.mark.parametrize("method", ["lora", "full"])
+def test_paged_weights_give_the_same_losses(tmp_path, method):
+    words = ("model=tiny", "data=texts", "steps=6", "log_steps=1", f"method={method}")
+    resident = finetune(*words, f"output_dir={tmp_path}/a")
+    paging = ("wrap.param_offload=true", "wrap.recompute=true", f"wrap.disk_offload={tmp_path}")
+    paged = finetune(*words, f"output_dir={tmp_path}/b", *paging)
+    losses = [[e["loss"] for e in events if e["event"] == "step"] for events in (resident, paged)]
+    assert losses[0] == losses[1]
+    assert last(resident, "result")["loss_after"] == last(paged, "result")["loss_after"]
+    assert last(paged, "step")["tiers"]["disk"] > 0
+    gc.collect()
+    assert not list(tmp_path.glob("trainstream-*"))  # the files went with the model
 
 
 def test_a_single_document_holds_out_its_last_rows(place, tmp_path):
@@ -372,7 +387,7 @@ def test_a_resumed_run_checks_data_and_model(place, tmp_path):
         (["model=texts/text0.txt"], "text0.txt"),
         (["resume=nowhere"], "no such folder"),
         (["resume=texts"], "no complete checkpoint"),
-        (["wrap.param_offload=true"], "param_offload"),
+        (["wrap.capture=true"], "capture"),
         (["wrap.optimzer_mode=cpu"], "optimizer_mode"),
         (["wrap.lr=1"], "learning_rate"),
         (["--ram", "8GiB"], "ram_budget"),

@@ -448,6 +448,28 @@ def test_what_needs_whole_logits_is_never_silent(tmp_path, obstacle, wanted, cap
         trainer.train()
 
 
+def test_paged_weights_train_alike_and_resume_in_another_placement(tmp_path):
+    rows = random_rows(12)
+    changes = {"max_steps": 6, "save_strategy": "steps", "save_steps": 3, "gradient_accumulation_steps": 2}
+    expected = run(tmp_path / "resident", build(), rows, {}, **changes)[0]
+    paged = {"param_offload": True, "recompute": [0], "activation_offload": True, "min_offload_bytes": 0}
+    ours = run(tmp_path / "paged", build(), rows, paged, **changes)[0]
+    assert ours.model._trainstream_session.plan.paged
+    for (name, p), q in zip(ours.model.named_parameters(), expected.model.parameters(), strict=True):
+        assert torch.equal(p, q), name
+    # The checkpoint of the paged run goes on resident, and the other way round.
+    for first, options in (("paged", {}), ("resident", paged)):
+        trainer = InOrder(
+            model=build(7),
+            args=arguments(tmp_path / first, **changes),
+            train_dataset=rows,
+            trainstream=options,
+        )
+        trainer.train(resume_from_checkpoint=str(tmp_path / first / "checkpoint-3"))
+        for (name, p), q in zip(trainer.model.named_parameters(), expected.model.parameters(), strict=True):
+            assert torch.equal(p, q), name
+
+
 @pytest.mark.parametrize(
     ("options", "says"),
     [
@@ -457,7 +479,7 @@ def test_what_needs_whole_logits_is_never_silent(tmp_path, obstacle, wanted, cap
         ({"lr": 1e-3}, "learning_rate"),
         ({"max_grad_norm": 1.0}, "max_grad_norm"),
         ({"accumulation_steps": 2}, "gradient_accumulation_steps"),
-        ({"param_offload": True}, "param_offload"),
+        ({"capture": True}, "capture"),
         ({"optimizer_mod": "cpu"}, "optimizer_mode"),
     ],
 )

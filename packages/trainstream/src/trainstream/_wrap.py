@@ -8,6 +8,7 @@ plain assignment, so a failed `wrap()` leaves model and optimizer as they were.
 from __future__ import annotations
 
 import dataclasses
+import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -263,6 +264,15 @@ def _take_over(optimizer: Optimizer, settings: dict[str, Any]) -> OffloadAdamW:
     for old, new in zip(groups, taken.param_groups, strict=True):
         old.update({key: value for key, value in new.items() if key != "params"})
     taken.param_groups = groups
+    # It also watches the old optimizer's steps, and would warn that there were none.
+    watched = weakref.ref(optimizer)
+
+    def stepped(*_: Any) -> None:
+        old = watched()
+        if old is not None:
+            old._opt_called = True  # type: ignore[attr-defined]
+
+    taken.register_step_post_hook(stepped)
     return taken
 
 

@@ -36,7 +36,7 @@ def test_examples_run(script, words, says):
 @pytest.mark.parametrize(
     ("script", "words", "says"),
     [
-        ("hf_finetune.py", ["--activation-offload", "true"], "activation_offload"),
+        ("hf_finetune.py", ["--activation-offload", "2.0"], "activation_offload"),
         ("lora_large_model.py", ["--quantize", "nvfp4"], "not available in this release"),
     ],
 )

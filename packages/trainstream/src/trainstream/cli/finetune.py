@@ -29,7 +29,7 @@ from ts_core.memory import format_bytes
 
 __all__ = ["run"]
 
-BUILT_IN_STEPS = 60
+BUILT_IN_STEPS = 40
 RUNS = Path("runs")
 # What wrap() is told by a key of its own.
 _OWN_KEYS = {

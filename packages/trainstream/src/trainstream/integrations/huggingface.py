@@ -175,9 +175,6 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             # accelerate would copy all optimizer state to the GPU and back; state stays where wrap put it.
             self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
             self.optimizer._is_accelerate_prepared = True  # so that prepare() leaves it alone
-            if self.lr_scheduler is not None and wrapped is not plain:
-                # The user's scheduler watches the optimizer that it was made with.
-                wrapped.register_step_post_hook(lambda *_: setattr(plain, "_opt_called", True))
             self._metrics = LogMetrics(wrapped)
         return self.optimizer
 

@@ -319,3 +319,34 @@ def test_a_card_without_room_is_refused_before_anything_moves(monkeypatch):
     with pytest.raises(DoesNotFitError, match="headroom"):
         trainstream.wrap(model, device="cuda")
     assert {p.device.type for p in model.parameters()} == {"cpu"}
+
+
+def test_an_optimizer_of_another_model_is_refused():
+    with pytest.raises(OptionError, match="none of the model's parameters"):
+        trainstream.wrap(toy(), torch.optim.AdamW(toy().parameters()))
+
+
+def test_quantize_says_how_much_was_packed():
+    model, _ = trainstream.wrap(toy(), quantize="nf4")
+    assert any("0 weights are packed" in line for line in trainstream.memory_report(model)["events"])
+    model, _ = trainstream.wrap(toy().requires_grad_(False), quantize="nf4")
+    assert any("8 weights are packed" in line for line in trainstream.memory_report(model)["events"])
+
+
+def test_saving_a_packed_model_says_what_to_do(tmp_path):
+    model, _ = trainstream.wrap(tiny_llama().requires_grad_(False), quantize="int8")
+    with pytest.raises(StateError, match="dequantize_model"):
+        model.save_pretrained(tmp_path)
+    assert ts_quant.dequantize_model(model) > 0
+    model.save_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("policy", [{"recompute": True}, {"activation_offload": 1.0, "min_offload_bytes": 0}])
+def test_resident_packed_weights_with_a_policy(policy):
+    expected = trainstream.wrap(lora(tiny_llama()), None, lr=1e-2, quantize="nf4")
+    ours = trainstream.wrap(lora(tiny_llama()), None, lr=1e-2, quantize="nf4", **policy)
+    for step in range(2):
+        torch.manual_seed(step)
+        assert train(*ours, batches(1)) == train(*expected, batches(1))
+    for p, q in zip(ours[0].parameters(), expected[0].parameters(), strict=True):
+        assert not p.requires_grad or torch.equal(p, q)

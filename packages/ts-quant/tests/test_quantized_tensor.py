@@ -414,3 +414,16 @@ def test_a_codec_registered_elsewhere_works():
         assert torch.equal(pickle.loads(pickle.dumps(qt)), x)
     finally:
         registry._codecs.pop("test-plain")
+
+
+@pytest.mark.parametrize("read", [lambda t: t.storage(), lambda t: t.data_ptr()])
+def test_what_has_no_storage_says_how_to_save_it(read):
+    with pytest.raises(StateError, match="dequantize_model"):
+        read(quantize(torch.ones(4, 64)))
+
+
+def test_sparse_tensors_and_absurd_blocks_are_refused():
+    with pytest.raises(ArgumentTypeError, match="strided"):
+        quantize(torch.eye(4).to_sparse())
+    with pytest.raises(OptionError, match="block_size"):
+        quantize(torch.ones(4), block_size=2**63)

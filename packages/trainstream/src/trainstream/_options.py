@@ -145,8 +145,9 @@ class WrapOptions:
             if name not in known:
                 import difflib
 
-                near = difflib.get_close_matches(name, sorted(known), n=3) or sorted(known)
-                raise OptionError(f"wrap() has no option {name!r}; did you mean {', '.join(near)}?")
+                near = difflib.get_close_matches(name, sorted(known), n=3)
+                hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
+                raise OptionError(f"wrap() has no option {name!r}; {hint}")
         return cls(**given)
 
     def _check_choices(self) -> None:
@@ -181,7 +182,7 @@ class WrapOptions:
             options.integer("threads", self.threads, minimum=1)
         options.number("lr", self.lr, minimum=0.0)
         if self.max_grad_norm is not None:
-            options.number("max_grad_norm", self.max_grad_norm, minimum=0.0)
+            options.number("max_grad_norm", self.max_grad_norm, above=0.0)
         options.fraction("vram_headroom", self.vram_headroom)
         options.number("max_activation_slowdown", self.max_activation_slowdown, minimum=0.0)
         _off("max_activation_slowdown", float(self.max_activation_slowdown), (0.15,))

@@ -110,6 +110,10 @@ def wrap(
         session.events.add(f"paging: {paging}; activations: {kept}")
     if why:
         session.decide(why)
+    if checked.quantize not in ("auto", "none"):
+        packed = sum(isinstance(p, ts_quant.QuantizedTensor) for p in model.parameters())
+        none = "" if packed else ": no block holds a frozen weight of two or more dimensions"
+        session.events.add(f"quantize={checked.quantize}: {packed} weights are packed{none}")
     for line in checked.notes():
         session.decide(line)
     model.__dict__["_trainstream_session"] = session
@@ -221,6 +225,12 @@ def _adopt(
         return OffloadAdamW(
             trained, lr=options.lr, **settings
         ), f"optimizer: OffloadAdamW made, lr {options.lr:g}"
+    own = {id(p) for p in model.parameters()}
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    if own and not any(id(p) in own for p in held):
+        raise OptionError(
+            "wrap(optimizer): it holds none of the model's parameters, so the model would not train"
+        )
     if isinstance(optimizer, OffloadAdamW):
         for name in ("max_grad_norm", "accumulation_steps", "threads"):
             if getattr(options, name) is not None:

@@ -267,10 +267,12 @@ class PagedBlock:
         park: Callable[[Tensor], Any] | None = None
         if self.policy == "offload":
             flat = tree_flatten((args, kwargs))[0]
-            inputs = frozenset(t.untyped_storage()._cdata for t in flat if isinstance(t, Tensor))
+            inputs = frozenset(t.untyped_storage()._cdata for t in flat if type(t) is Tensor)
             park = park_hook(self.pager.activations, inputs, self.pager.min_offload_bytes)
 
         def pack(tensor: Tensor) -> Any:
+            if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+                return tensor  # a packed weight of a resident block: it is small, and has no storage
             if tensor.untyped_storage().data_ptr() == address:
                 return _Weight(self, tensor.detach())
             return tensor if park is None else park(tensor)
@@ -313,10 +315,11 @@ class PagedBlock:
 
     def _gated(self, output: Any) -> Any:
         flat, spec = tree_flatten(output)
+        address = -1 if self.slot is None else self.slot.address
         places = []
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):
-                if self.slot is not None and value.untyped_storage().data_ptr() == self.slot.address:
+                if type(value) is Tensor and value.untyped_storage().data_ptr() == address:
                     flat[index] = value = value.clone()  # nothing of a slot leaves its block
                 if value.requires_grad:
                     places.append(index)

@@ -61,12 +61,14 @@ def quantize(
     Source: QLoRA, arXiv:2305.14314 (nf4).
     """
     not_yet("double_quant", double_quant, (False,))
-    block_size = integer("block_size", block_size, minimum=2, multiple_of=2)
+    block_size = integer("block_size", block_size, minimum=2, maximum=1 << 40, multiple_of=2)
     found = find_codec("codec", codec)
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, QuantizedTensor):
         given = "a QuantizedTensor" if isinstance(tensor, QuantizedTensor) else type(tensor).__name__
         hint = "Call dequantize() first to encode it again" if isinstance(tensor, QuantizedTensor) else None
         raise ArgumentTypeError(message("quantize", name, "a floating tensor", given, hint))
+    if tensor.layout is not torch.strided:
+        raise ArgumentTypeError(message("quantize", name, "a strided tensor", str(tensor.layout)))
     extra = {"name": name} if hasattr(found, "layout") else {}
     packed = found.encode(tensor.detach(), block_size, **extra)
     return QuantizedTensor(packed, found.name, tensor.shape, tensor.dtype, block_size)

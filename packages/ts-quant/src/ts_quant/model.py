@@ -92,7 +92,7 @@ def quantize_model(
         >>> quantize_model(model, "int8")["tensors"]
         2
     """
-    block_size = integer("block_size", block_size, minimum=2, multiple_of=2)
+    block_size = integer("block_size", block_size, minimum=2, maximum=1 << 40, multiple_of=2)
     codec = find_codec("quantize", quantize).name
     integer("keep_precise", keep_precise, minimum=0)
     integer("error_rank", error_rank, minimum=0)

@@ -241,7 +241,17 @@ def _check_data(data: Any) -> None:
 
 
 # What would change the tensor behind the back of its packed bytes.
+def _no_storage(*args: Any) -> None:
+    raise StateError(
+        "[QuantizedTensor] a packed weight has no plain storage to read or save. To save the model with "
+        "ordinary weights, call ts_quant.dequantize_model(model) first; to keep it packed, store what "
+        "ts_quant.to_safetensors_dict(name, weight) returns"
+    )
+
+
 _GUARDED: dict[Any, Callable[..., None]] = {
+    torch.Tensor.storage: _no_storage,
+    torch.Tensor.data_ptr: _no_storage,
     torch.Tensor.requires_grad_: _check_requires_grad,
     cast(Any, torch.Tensor.requires_grad).__set__: _check_requires_grad,
     cast(Any, torch.Tensor.data).__set__: _check_data,

@@ -60,6 +60,11 @@ def test_any_module_trains_as_before(depth, width, seed):
             net(x).square().sum().backward()
             opt.step()
     assert_same(model, oracle)
+    report = trainstream.memory_report(model)
+    assert report["params"]["total"] == sum(p.numel() for p in oracle.parameters())
+    assert report["tiers"]["host"] == 8 * report["params"]["total"]
+    assert trainstream.unwrap(model) is model
+    assert_same(model, oracle)
 
 
 def test_forward_and_gradients_are_bit_identical(llama, ids):

@@ -398,3 +398,21 @@ def test_float64_model(ids):
         torch.testing.assert_close(
             ours(model, ids, ids), model(ids, labels=ids).loss.float(), rtol=1e-6, atol=1e-6
         )
+
+
+@given(layers=st.integers(1, 3), heads=st.integers(1, 3), length=st.integers(1, 7), tied=st.booleans())
+def test_the_backbone_is_the_model_without_its_head(layers, heads, length, tied):
+    config = transformers.LlamaConfig(
+        vocab_size=19,
+        hidden_size=4 * heads,
+        intermediate_size=8,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=1,
+        tie_word_embeddings=tied,
+    )
+    model = transformers.LlamaForCausalLM(config).eval()
+    ids = torch.arange(length)[None] % 19
+    with torch.no_grad():
+        hidden = backbone(model)(input_ids=ids).last_hidden_state
+        assert torch.equal(model.lm_head(hidden), model(ids).logits)

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from tiny_models import json_events, save_tiny_model, write_texts
 from transformers import AutoModelForCausalLM
 from typer.testing import CliRunner
 
-from trainstream.cli import app, loop, models
+from trainstream.cli import app, loop, models, output, storage
 from trainstream.cli.storage import STATE_FILE, checkpoints, read_state
+from ts_core.errors import StorageError
 
 QUICK = ["seq_len=16", "batch_size=2", "dtype=fp32", "threads=1", "device=cpu", "lr=5e-3", "eval_batches=2"]
 
@@ -440,6 +442,78 @@ def test_a_full_disk_is_named(monkeypatch, tmp_path):
     )
     assert result.exit_code == 2
     assert "No space left" in result.stderr
+    assert f"{tmp_path}/run/checkpoint-1" in result.stderr
+
+
+def test_a_full_disk_under_safetensors_is_named_too(monkeypatch, tmp_path):
+    def full(*args, **kwargs):
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(storage, "save_file", full)
+    result = invoke(
+        *QUICK, "model=tiny", "data=texts", "steps=3", "save_steps=1", f"output_dir={tmp_path}/run"
+    )
+    assert result.exit_code == 2
+    says = rf"cannot write {tmp_path}/run/checkpoint-1: .*No space.*\(\d.* free there\)"
+    assert re.search(says, result.stderr)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.fixture
+def nothing_loads(monkeypatch):
+    def loads(*args, **kwargs):
+        raise AssertionError("the model was loaded")
+
+    monkeypatch.setattr(models, "load_base", loads)
+
+
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize("folder", ["{}/file", "{}/file/below", "/proc/nowhere"])
+def test_a_folder_that_cannot_be_written_is_found_first(tmp_path, folder):
+    (tmp_path / "file").write_text("in the way")
+    folder = folder.format(tmp_path)
+    result = invoke(*QUICK, "model=tiny", "data=texts", f"output_dir={folder}")
+    assert result.exit_code == 2, result.stderr
+    assert f"cannot write {folder}" in result.stderr
+
+
+def test_the_free_space_is_that_of_the_nearest_folder(tmp_path):
+    with pytest.raises(StorageError, match=r"cannot write .*/a/b: full \([1-9].* free there\)"):  # noqa: SIM117
+        with output.storage_errors(tmp_path / "a/b"):
+            raise OSError("full")
+    with pytest.raises(StorageError, match="os error 28"), output.storage_errors(tmp_path):
+        raise Exception("No space left on device (os error 28)")
+    with pytest.raises(RuntimeError, match="ours"), output.storage_errors(tmp_path):
+        raise RuntimeError("ours")
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
+    folder = tmp_path / "run"
+    with output.claim(folder, resuming=False):
+        result = invoke(*QUICK, "model=tiny", "data=texts", f"output_dir={folder}")
+        assert result.exit_code == 2
+        assert f"another run is using {folder} (process {os.getpid()})" in result.stderr
+        assert (folder / output.LOCK_FILE).is_file()
+    assert not folder.exists()
+
+
+def test_a_lock_file_of_a_dead_process_does_not_hold(tmp_path):
+    (tmp_path / output.LOCK_FILE).write_text("1\n")
+    with output.claim(tmp_path, resuming=False):
+        assert (tmp_path / output.LOCK_FILE).read_text() == f"{os.getpid()}\n"
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("nothing_loads")
+def test_a_finished_result_is_not_overwritten(tmp_path):
+    (tmp_path / "result.json").write_text("{}")
+    result = invoke(*QUICK, "model=tiny", "data=texts", f"output_dir={tmp_path}")
+    assert result.exit_code == 2
+    assert f"resume={tmp_path}" in result.stderr
+    assert (tmp_path / "result.json").read_text() == "{}"
+    with output.claim(tmp_path, resuming=True):
+        pass
 
 
 # ------------------------------------------------------------------------------------------- command

@@ -19,12 +19,12 @@ import torch
 import trainstream
 from trainstream import _folders
 from trainstream._session import host_peak_bytes
-from trainstream.cli import loop, models, storage
+from trainstream.cli import loop, models, output, storage
 from trainstream.cli.console import Console
 from trainstream.cli.data import load_data, spread
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import FIXED_ON_RESUME, Settings, changed, merge
-from ts_core.errors import ArgumentError, CheckpointError, OptionError
+from ts_core.errors import CheckpointError, OptionError
 from ts_core.memory import format_bytes
 
 __all__ = ["run"]
@@ -63,8 +63,21 @@ def run(settings: Settings, explicit: dict[str, Any], console: Console) -> int:
     for name in settings.wrap.keys() & _OWN_KEYS.keys():
         raise OptionError(f"option wrap.{name}: give it as {_OWN_KEYS[name]}=...")
     trainstream._options.WrapOptions.from_kwargs(**settings.wrap)  # before anything slow
-    with _quiet_libraries():
-        return _Run(settings, checkpoint, console).carry_out()
+    folder = Path(settings.output_dir).expanduser() if settings.output_dir else _default_folder(settings)
+    with output.claim(folder, resuming=checkpoint is not None):
+        if settings.export_decoded_base:
+            models.check_replaceable(Path(settings.export_decoded_base).expanduser())
+        with _quiet_libraries():
+            return _Run(settings, checkpoint, console, folder).carry_out()
+
+
+def _default_folder(settings: Settings) -> Path:
+    first = RUNS / f"{models.base_name(settings)}-{time.strftime('%Y%m%d-%H%M%S')}"
+    folder, number = first, 1
+    while folder.exists():
+        number += 1
+        folder = first.with_name(f"{first.name}-{number}")
+    return folder
 
 
 def _find_checkpoint(settings: Settings) -> storage.Checkpoint:
@@ -118,10 +131,13 @@ def _quiet_libraries() -> Iterator[None]:
 class _Run:
     """The state of one command, from the settings to the result."""
 
-    def __init__(self, settings: Settings, checkpoint: storage.Checkpoint | None, console: Console) -> None:
+    def __init__(
+        self, settings: Settings, checkpoint: storage.Checkpoint | None, console: Console, folder: Path
+    ) -> None:
         self.settings = settings
         self.checkpoint = checkpoint
         self.console = console
+        self.output_dir = folder
         self.started = time.perf_counter()
         self.progress = loop.Progress()
         self.loss_before: float | None = None
@@ -168,7 +184,6 @@ class _Run:
         weights = self.checkpoint.folder if self.checkpoint and settings.method == "full" else None
         console.note(f"loading {settings.model} ...")
         self.base = base = models.load_base(settings, self.dtype, self.device, weights)
-        self.output_dir = Path(settings.output_dir or RUNS / f"{base.name}-{time.strftime('%Y%m%d-%H%M%S')}")
         self.data = load_data(settings, base.tokenizer)
         self.total_steps = self._count_steps(saved)
         self.base_path = self._base_path()
@@ -311,10 +326,9 @@ class _Run:
             models.save_weights(self.model, staging)
             storage.write_state(staging, data, state)
 
-        try:
+        # An attempt that fails leaves nothing, and the checkpoints before it as they were.
+        with output.storage_errors(final):
             _folders.write_folder(final, write)
-        except OSError as error:
-            raise ArgumentError(f"cannot save {final}: {error}; earlier checkpoints are intact") from error
         storage.prune(self.output_dir, self.settings.save_total_limit)
         self.console.event("checkpoint", step=self.progress.step, path=str(final))
         return final
@@ -364,7 +378,9 @@ class _Run:
             "seconds": time.perf_counter() - self.started,
             **result,
         }
-        (self.output_dir / "result.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+        path = self.output_dir / output.RESULT_FILE
+        with output.storage_errors(path):
+            path.write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
         console.event("result", **summary)
         for line in _summary_lines(summary):
             console.say(line)

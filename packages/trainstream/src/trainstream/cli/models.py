@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import shutil
 import statistics
 import time
 from collections.abc import Callable
@@ -15,12 +14,15 @@ import torch
 
 import ts_hf
 from trainstream._folders import write_folder
+from trainstream.cli.output import storage_errors
 from trainstream.cli.settings import Settings
 from ts_core.errors import ArgumentError, CheckpointError, DeviceError, OptionError
 from ts_quant import QuantizedTensor
 
 __all__ = [
     "add_adapters",
+    "base_name",
+    "check_replaceable",
     "choose_device",
     "choose_dtype",
     "decoded_state_dict",
@@ -115,7 +117,7 @@ def load_base(
     Returns:
         The base.
     """
-    builtin = settings.model.lower() in ("smollm2", "smollm2-135m")
+    builtin = _is_builtin(settings)
     source = str(ts_hf.smollm2_path()) if builtin else settings.model
     codec = settings.quantize or ("nf4" if settings.method == "lora" else "none")
     model = ts_hf.load_model(
@@ -127,10 +129,19 @@ def load_base(
     )
     tokenizer = ts_hf.load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
     path = Path(source).expanduser()
-    is_file = path.is_file()
-    name = "smollm2-135m" if builtin else path.stem if is_file else path.name
-    folder = None if is_file else str(path.resolve()) if path.is_dir() else source
-    return Base(model, tokenizer, re.sub(r"[^\w.-]+", "-", name) or "model", folder)
+    folder = None if path.is_file() else str(path.resolve()) if path.is_dir() else source
+    return Base(model, tokenizer, base_name(settings), folder)
+
+
+def base_name(settings: Settings) -> str:
+    """Return a short name of the base model, for messages and folders; nothing is loaded."""
+    path = Path(settings.model).expanduser()
+    name = "smollm2-135m" if _is_builtin(settings) else path.stem if path.is_file() else path.name
+    return re.sub(r"[^\w.-]+", "-", name) or "model"
+
+
+def _is_builtin(settings: Settings) -> bool:
+    return settings.model.lower() in ("smollm2", "smollm2-135m")
 
 
 def add_adapters(model: Any, settings: Settings, base_path: str) -> Any:
@@ -242,14 +253,20 @@ def load_adapter(model: Any, folder: Path) -> None:
         raise CheckpointError(f"[resume] {folder}: the adapter does not fit the model, first at {wrong}")
 
 
-def _write_model(folder: Path, write: Callable[[Path], None]) -> None:
+def check_replaceable(folder: Path) -> None:
+    """Refuse a folder for a model that holds something else, which saving would remove.
+
+    Raises:
+        OptionError: It is a file, or a folder with other content.
+    """
     if folder.exists() and not (folder.is_dir() and _is_model(folder)):
         raise OptionError(f"{folder} exists and holds no model; choose another folder")
-    try:
+
+
+def _write_model(folder: Path, write: Callable[[Path], None]) -> None:
+    check_replaceable(folder)
+    with storage_errors(folder):
         write_folder(folder, write)
-    except OSError as error:
-        free = shutil.disk_usage(folder.parent).free if folder.parent.is_dir() else 0
-        raise ArgumentError(f"cannot write {folder}: {error} ({free / 1e9:.1f} GB free)") from error
 
 
 def _is_model(folder: Path) -> bool:

@@ -18,7 +18,6 @@ from typer.testing import CliRunner
 
 from trainstream.cli import app, loop, models, output, storage
 from trainstream.cli.storage import STATE_FILE, checkpoints, read_state
-from ts_core.errors import StorageError
 
 QUICK = ["seq_len=16", "batch_size=2", "dtype=fp32", "threads=1", "device=cpu", "lr=5e-3", "eval_batches=2"]
 
@@ -119,6 +118,51 @@ def test_people_get_a_summary_and_how_to_go_on(tmp_path):
         assert words in result.stdout
     assert "step 2/2  loss" in result.stderr
     assert "compute: float32 (as asked)" in result.stderr
+    assert (
+        "the adapter was trained and measured on the nf4-decoded base; export_decoded_base=DIR"
+        in result.stdout
+    )
+
+
+def test_a_saved_decoded_base_needs_no_warning_and_paths_are_absolute(tmp_path, monkeypatch, place):
+    monkeypatch.chdir(tmp_path)
+    words = (f"model={place}/tiny", f"data={place}/texts", "steps=1", "output_dir=run")
+    shown = ok(invoke(*QUICK, *words, "export_decoded_base=base"))
+    assert "decoded base" in shown
+    assert "trained and measured" not in shown
+    assert f"PeftModel.from_pretrained(base, '{tmp_path}/run/adapter')" in shown
+
+
+def test_counts_are_said_as_they_are(tmp_path):
+    result = invoke(
+        *quick("model=tiny", "data=texts", "steps=1", "eval_batches=1", f"output_dir={tmp_path}/run")
+    )
+    result_file = json.loads((tmp_path / "run/result.json").read_text())
+    measured, available = result_file["held_out_rows_measured"], result_file["held_out_rows"]
+    assert measured == 2 < available
+    assert f"2 of {available} rows, evenly spread" in result.stderr
+    assert f"2 of {available} rows, evenly spread" in result.stdout
+    base = sum(p.numel() for p in AutoModelForCausalLM.from_pretrained("tiny").parameters())
+    assert f"model: tiny, {base / 1e6:.1f} M parameters" in result.stderr
+    start = finetune("model=tiny", "data=texts", "steps=1", f"output_dir={tmp_path}/b")[0]
+    assert start["base_parameters"] == base
+    assert start["total_parameters"] == base + start["trained_parameters"]
+
+
+def test_a_dtype_nobody_asked_for_is_not_called_asked_for(tmp_path):
+    words = (
+        "model=tiny",
+        "data=texts",
+        "steps=2",
+        "save_steps=1",
+        "dtype=auto",
+        f"output_dir={tmp_path}/run",
+    )
+    finetune(*words)
+    again = invoke(f"resume={tmp_path}/run")
+    assert again.exit_code == 0, again.stderr
+    assert "(as asked)" not in again.stderr
+    assert "(as before the run was resumed)" in again.stderr
 
 
 def test_full_fine_tune_saves_a_model(tmp_path):
@@ -330,6 +374,8 @@ def test_a_process_that_is_ended_at_once_leaves_complete_checkpoints(tmp_path, h
     found = checkpoints(tmp_path / "run")
     assert found
     assert all(read_state(path).data["step"] >= 5 for path in found)
+    with output.claim(tmp_path / "run", resuming=True):
+        pass  # the lock went with the process
 
 
 def test_what_a_resumed_run_may_change(place, tmp_path):
@@ -392,14 +438,15 @@ def test_a_resumed_run_checks_data_and_model(place, tmp_path):
         (["wrap.capture=true"], "capture"),
         (["wrap.optimzer_mode=cpu"], "optimizer_mode"),
         (["wrap.lr=1"], "learning_rate"),
-        (["--ram", "8GiB"], "ram_budget"),
-        (["--vram", "8GiB"], "vram_budget"),
-        (["--disk", "8GiB"], "disk_budget"),
+        (["--ram", "8GiB"], "--ram 8GiB is not available in this release"),
+        (["--vram", "8GiB"], "--vram 8GiB is not"),
+        (["--disk", "8GiB"], "--disk 8GiB is not"),
         (["target_modules=nothing"], "target_modules"),
         (["device=tpu"], "device"),
         (["device=cuda:99"], "GPUs"),
         (["method=full", "quantize=nf4"], "frozen"),
         (["missing.yaml"], "missing.yaml"),
+        (["threads=5000"], "4096"),
         (["export_decoded_base=texts"], "holds no model"),
     ],
 )
@@ -477,14 +524,29 @@ def test_a_folder_that_cannot_be_written_is_found_first(tmp_path, folder):
     assert f"cannot write {folder}" in result.stderr
 
 
-def test_the_free_space_is_that_of_the_nearest_folder(tmp_path):
-    with pytest.raises(StorageError, match=r"cannot write .*/a/b: full \([1-9].* free there\)"):  # noqa: SIM117
-        with output.storage_errors(tmp_path / "a/b"):
-            raise OSError("full")
-    with pytest.raises(StorageError, match="os error 28"), output.storage_errors(tmp_path):
-        raise Exception("No space left on device (os error 28)")
-    with pytest.raises(RuntimeError, match="ours"), output.storage_errors(tmp_path):
-        raise RuntimeError("ours")
+@pytest.mark.usefixtures("nothing_loads")
+@pytest.mark.parametrize(
+    ("name", "content", "says"),
+    [
+        ("a.txt", None, "no such file"),
+        ("a.txt", " \n", "there is no document in it"),
+        ("a.jsonl", '{"text": "x"}\n{"text": 5}\n', 'line 2: "text" must be a string, given 5'),
+        ("a.jsonl", '{"text": "x"}\n{"text\n', "line 2: not JSON"),
+        ("a.jsonl", '{"txt": "x"}\n', "it has: txt"),
+        ("a.txt", b"\xff\xfe", "not a UTF-8"),
+    ],
+)
+@pytest.mark.parametrize("key", ["data", "eval_data"])
+def test_faults_of_the_data_are_found_first(tmp_path, key, name, content, says):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    words = {"data": "texts", key: str(tmp_path / name)}
+    words = [f"{name}={value}" for name, value in words.items()]
+    result = invoke(*QUICK, "model=tiny", *words, f"output_dir={tmp_path}/run")
+    assert result.exit_code == 2, result.stderr
+    assert says in result.stderr
+    assert str(tmp_path / name) in result.stderr
+    assert not (tmp_path / "run").exists()
 
 
 @pytest.mark.usefixtures("nothing_loads")
@@ -496,13 +558,6 @@ def test_a_second_run_in_the_same_folder_is_refused(tmp_path):
         assert f"another run is using {folder} (process {os.getpid()})" in result.stderr
         assert (folder / output.LOCK_FILE).is_file()
     assert not folder.exists()
-
-
-def test_a_lock_file_of_a_dead_process_does_not_hold(tmp_path):
-    (tmp_path / output.LOCK_FILE).write_text("1\n")
-    with output.claim(tmp_path, resuming=False):
-        assert (tmp_path / output.LOCK_FILE).read_text() == f"{os.getpid()}\n"
-    assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.usefixtures("nothing_loads")

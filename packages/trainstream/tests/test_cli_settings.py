@@ -152,14 +152,16 @@ def test_config_file_and_words(tmp_path):
     assert explicit["learning_rate"] == "3e-4"
 
 
-def test_an_empty_config_file_gives_nothing(tmp_path):
-    path = tmp_path / "job.yaml"
-    path.write_text("# nothing\n")
-    assert read_config(path) == {}
-
-
 @pytest.mark.parametrize(
-    ("content", "says"), [("- a\n- b\n", "found list"), ("a: [1\n", "not valid YAML"), (None, "cannot read")]
+    ("content", "says"),
+    [
+        ("- a\n- b\n", "found list"),
+        ("a: [1\n", "not valid YAML"),
+        (None, "cannot read"),
+        ("", "is empty"),
+        ("# nothing\n", "is empty"),
+        ("{}", "is empty"),
+    ],
 )
 def test_bad_config_files_are_named(tmp_path, content, says):
     path = tmp_path / "job.yaml"
@@ -172,7 +174,7 @@ def test_bad_config_files_are_named(tmp_path, content, says):
 
 def test_words_that_contradict_are_refused(tmp_path):
     for name in ("a.yaml", "b.yaml"):
-        (tmp_path / name).write_text("")
+        (tmp_path / name).write_text("lr: 1e-3\n")
     with pytest.raises(OptionError, match="two config files"):
         from_words([str(tmp_path / "a.yaml"), str(tmp_path / "b.yaml")])
     with pytest.raises(OptionError, match="twice"):

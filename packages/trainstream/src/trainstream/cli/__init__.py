@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ts_core.errors import TrainStreamError
+from ts_core.errors import OptionError, TrainStreamError
 
 __all__ = ["app", "main"]
 
@@ -47,10 +47,14 @@ def finetune(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event on stdout.")] = False,
     ram: Annotated[
-        str | None, typer.Option("--ram", help="RAM budget, e.g. 8GiB (wrap's ram_budget).")
+        str | None, typer.Option("--ram", help="RAM budget, e.g. 8GiB; not available in this release.")
     ] = None,
-    vram: Annotated[str | None, typer.Option("--vram", help="VRAM budget (wrap's vram_budget).")] = None,
-    disk: Annotated[str | None, typer.Option("--disk", help="Disk budget (wrap's disk_budget).")] = None,
+    vram: Annotated[
+        str | None, typer.Option("--vram", help="VRAM budget; not available in this release.")
+    ] = None,
+    disk: Annotated[
+        str | None, typer.Option("--disk", help="Disk budget; not available in this release.")
+    ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the keys with their defaults and exit.")] = False,
 ) -> None:
@@ -69,8 +73,9 @@ def finetune(
     console = Console(as_json)
     try:
         settings, explicit = from_words(words or [])
-        budgets = {"ram_budget": ram, "vram_budget": vram, "disk_budget": disk}
-        settings.wrap.update({name: size for name, size in budgets.items() if size is not None})
+        for flag, size in {"--ram": ram, "--vram": vram, "--disk": disk}.items():
+            if size is not None:
+                raise OptionError(f"{flag} {size} is not available in this release; leave it out")
         # Checked before the heavy imports: a typing mistake should be answered at once.
         from trainstream.cli.finetune import run
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import glob
+import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
@@ -18,9 +19,20 @@ import torch
 import ts_hf
 from trainstream.cli.settings import Settings
 from ts_core.errors import ArgumentError
-from ts_hf.tokens import Document, Rows
+from ts_hf.tokens import Document, Rows, read_documents
 
-__all__ = ["Data", "batch", "batch_indices", "expand", "fingerprint", "load_data", "spread", "to_device"]
+__all__ = [
+    "Data",
+    "Sources",
+    "batch",
+    "batch_indices",
+    "expand",
+    "fingerprint",
+    "load_data",
+    "read_sources",
+    "spread",
+    "to_device",
+]
 
 HELD_OUT_SHARE = 0.1
 BUILT_IN_BYTES = 2_000_000
@@ -61,12 +73,13 @@ class Data:
         return fingerprint(self.train)
 
 
-def expand(sources: Iterable[str]) -> list[Path]:
+def expand(sources: Iterable[str], key: str = "data") -> list[Path]:
     """Turn files, folders and globs into a list of files, each once.
 
     Args:
         sources: Paths of files, of folders (searched for text and JSON-lines files, hidden ones left out), or
             patterns with `*`, `?` and `**`.
+        key: The option they were given as, for messages.
 
     Returns:
         The files, those of a folder or pattern sorted.
@@ -80,14 +93,14 @@ def expand(sources: Iterable[str]) -> list[Path]:
         if path.is_dir():
             inside = [p for p in sorted(path.rglob("*")) if _readable(p.relative_to(path)) and p.is_file()]
             if not inside:
-                raise ArgumentError(f"data={source}: the folder holds no text or .jsonl files")
+                raise ArgumentError(f"{key}={source}: the folder holds no text or .jsonl files")
         elif path.is_file():
             inside = [path]
         else:
             inside = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207
             inside = [p for p in inside if p.is_file()]
             if not inside:
-                raise ArgumentError(f"data={source}: no such file or folder")
+                raise ArgumentError(f"{key}={source}: no such file or folder")
         found.update(dict.fromkeys(inside))
     return list(found)
 
@@ -96,12 +109,74 @@ def _readable(path: Path) -> bool:
     return path.suffix.lower() in _SUFFIXES and not any(part.startswith(".") for part in path.parts)
 
 
-def load_data(settings: Settings, tokenizer: Any) -> Data:
-    """Read, tokenize and split the data of a run.
+@dataclass
+class Sources:
+    """The documents of a run as they were read, not yet tokens."""
+
+    train: list[Document]
+    held_out: list[Document] | None
+
+
+def read_sources(settings: Settings) -> Sources:
+    """Read the files of a run. It needs no model, so a fault in the data is found before one is loaded.
+
+    Args:
+        settings: `data` and `eval_data` are used. Without `data` it is Python source text.
+
+    Returns:
+        The documents; those held out are None if they are still to be set aside from the others.
+
+    Raises:
+        ArgumentError: A file is missing, is not what its name says, or all of them are empty.
+        StorageError: A file cannot be read.
+    """
+    if settings.data:
+        train = _documents("data", settings.data)
+    else:
+        train = [Document(text=text) for text in ts_hf.stdlib_text(BUILT_IN_BYTES)]
+    return Sources(train, _documents("eval_data", settings.eval_data) if settings.eval_data else None)
+
+
+def _documents(key: str, sources: Sequence[str]) -> list[Document]:
+    files = expand(sources, key)
+    try:
+        documents = read_documents(files)
+    except ArgumentError:
+        for path in files:
+            _check_texts(key, path)
+        raise
+    if not documents:
+        raise ArgumentError(f"{key}={','.join(sources)}: there is no document in it, every file is empty")
+    return documents
+
+
+def _check_texts(key: str, path: Path) -> None:
+    """Name the first entry of a JSON-lines file whose text is something else."""
+    if path.suffix.lower() not in (".jsonl", ".ndjson"):
+        return
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return  # not the fault that was found
+    for number, line in enumerate(text.split("\n"), 1):
+        try:
+            entry = json.loads(line) if line.strip() else None
+        except ValueError:
+            return  # read_documents has named this line
+        if isinstance(entry, dict) and "text" in entry and not isinstance(entry["text"], str):
+            if "messages" in entry or {"prompt", "completion"} <= entry.keys():
+                continue
+            given = json.dumps(entry["text"])[:40]
+            raise ArgumentError(f'{key}={path}, line {number}: "text" must be a string, given {given}')
+
+
+def load_data(settings: Settings, tokenizer: Any, sources: Sources | None = None) -> Data:
+    """Tokenize and split the data of a run.
 
     Args:
         settings: `data`, `eval_data` and `max_length` are used. Without `data` it is Python source text.
         tokenizer: A transformers tokenizer.
+        sources: The documents; None reads them here.
 
     Returns:
         Rows to train on, and rows of documents that are in no training row (if there is only one short
@@ -111,18 +186,13 @@ def load_data(settings: Settings, tokenizer: Any) -> Data:
         ArgumentError: Nothing to read, or too little for one row.
         StorageError: A file cannot be read.
     """
-    if settings.data:
-        source: list[Any] = list(expand(settings.data))
-    else:
-        source = [Document(text=text) for text in ts_hf.stdlib_text(BUILT_IN_BYTES)]
-    share = 0.0 if settings.eval_data else HELD_OUT_SHARE
+    read = sources or read_sources(settings)
+    share = HELD_OUT_SHARE if read.held_out is None else 0.0
     # One split for all seeds: runs that differ in the seed are compared on the same documents.
-    made = ts_hf.text_dataset(source, tokenizer, settings.max_length, held_out=share, seed=0)
+    made = ts_hf.text_dataset(read.train, tokenizer, settings.max_length, held_out=share, seed=0)
     train, held_out = made.train, made.held_out
-    if settings.eval_data:
-        held_out = ts_hf.text_dataset(
-            expand(settings.eval_data), tokenizer, settings.max_length, held_out=0.0
-        ).train
+    if read.held_out is not None:
+        held_out = ts_hf.text_dataset(read.held_out, tokenizer, settings.max_length, held_out=0.0).train
     elif not len(held_out) and len(train) > 1:
         cut = len(train) - max(1, round(len(train) * HELD_OUT_SHARE))
         train, held_out = _part(train, slice(cut)), _part(train, slice(cut, None))

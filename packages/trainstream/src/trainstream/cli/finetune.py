@@ -21,11 +21,12 @@ from trainstream import _folders
 from trainstream._session import host_peak_bytes
 from trainstream.cli import loop, models, output, storage
 from trainstream.cli.console import Console
-from trainstream.cli.data import load_data, spread
+from trainstream.cli.data import load_data, read_sources, spread
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import FIXED_ON_RESUME, Settings, changed, merge
 from ts_core.errors import CheckpointError, OptionError
 from ts_core.memory import format_bytes
+from ts_hf.tokens import Rows
 
 __all__ = ["run"]
 
@@ -181,10 +182,13 @@ class _Run:
         torch.manual_seed(settings.seed)
         self.device = models.choose_device(settings.device)
         self.dtype, why = models.choose_dtype(saved.get("dtype") or settings.dtype, self.device)
+        if saved.get("dtype") and settings.dtype == "auto":
+            why = "as before the run was resumed"
         weights = self.checkpoint.folder if self.checkpoint and settings.method == "full" else None
+        sources = read_sources(settings)  # a fault in the data should not wait for the model
         console.note(f"loading {settings.model} ...")
         self.base = base = models.load_base(settings, self.dtype, self.device, weights)
-        self.data = load_data(settings, base.tokenizer)
+        self.data = load_data(settings, base.tokenizer, sources)
         self.total_steps = self._count_steps(saved)
         self.base_path = self._base_path()
         model = base.model
@@ -201,8 +205,10 @@ class _Run:
     def _announce_start(self, why: str) -> None:
         settings, console = self.settings, self.console
         trained = sum(p.numel() for p in self.model.parameters() if p.requires_grad)
-        total = sum(p.numel() for p in self.model.parameters())
-        codec = settings.quantize or ("nf4" if settings.method == "lora" else "none")
+        named = list(self.model.named_parameters())
+        total = sum(p.numel() for _, p in named)
+        of_base = sum(p.numel() for name, p in named if ".lora_" not in name)
+        codec = self._codec()
         dtype = str(self.dtype).removeprefix("torch.")
         rows = settings.per_device_train_batch_size * settings.gradient_accumulation_steps
         console.event(
@@ -216,13 +222,16 @@ class _Run:
             threads=torch.get_num_threads(),
             trained_parameters=trained,
             total_parameters=total,
+            base_parameters=of_base,
             train_rows=len(self.data.train),
             held_out_rows=len(self.data.held_out),
             step=self.progress.step,
             total_steps=self.total_steps,
             output_dir=str(self.output_dir),
         )
-        console.note(f"model: {self.base.name}, {total / 1e6:.1f} M parameters, base {codec}, {self.device}")
+        console.note(
+            f"model: {self.base.name}, {of_base / 1e6:.1f} M parameters, base {codec}, {self.device}"
+        )
         console.note(f"compute: {dtype} ({why})")
         console.note(f"data: {self.data.summary}")
         console.note(
@@ -272,15 +281,25 @@ class _Run:
 
     def _evaluate(self, when: str) -> float | None:
         settings = self.settings
-        rows = spread(self.data.held_out, settings.eval_batches * settings.per_device_train_batch_size)
+        rows = self._measured_rows()
+        available = len(self.data.held_out)
         if not len(rows):
             return None
         loss = loop.evaluate(self.model, rows, settings, self.interrupt)
         if loss is not None:
             perplexity = math.exp(min(loss, 700.0))
-            self.console.event("eval", when=when, loss=loss, perplexity=perplexity, rows=len(rows))
-            self.console.note(f"held-out loss {when} training: {loss:.4f} (perplexity {perplexity:.2f})")
+            self.console.event(
+                "eval", when=when, loss=loss, perplexity=perplexity, rows=len(rows), of=available
+            )
+            self.console.note(
+                f"held-out loss {when} training: {loss:.4f} (perplexity {perplexity:.2f}; "
+                f"{_rows_text(len(rows), available)})"
+            )
         return loss
+
+    def _measured_rows(self) -> Rows:
+        settings = self.settings
+        return spread(self.data.held_out, settings.eval_batches * settings.per_device_train_batch_size)
 
     def _train(self) -> None:
         if self.total_steps <= self.progress.step:
@@ -358,7 +377,15 @@ class _Run:
             decoded = Path(self.base_path if lora else settings.export_decoded_base or "")
             models.save_decoded_base(self.model, base.tokenizer, decoded)
         models.save_result(self.model, base.tokenizer, folder)
-        return {"saved": str(folder), "base": self.base_path if lora else None, "decoded": bool(decoded)}
+        return {
+            "saved": str(folder),
+            "base": self.base_path if lora else None,
+            "decoded": bool(decoded),
+            "quantize": self._codec(),
+        }
+
+    def _codec(self) -> str:
+        return self.settings.quantize or ("nf4" if self.settings.method == "lora" else "none")
 
     def _finish(self, result: dict[str, Any]) -> None:
         progress, console = self.progress, self.console
@@ -368,6 +395,8 @@ class _Run:
             "loss_after": self.loss_after,
             "perplexity_before": None if self.loss_before is None else math.exp(min(self.loss_before, 700.0)),
             "perplexity_after": None if self.loss_after is None else math.exp(min(self.loss_after, 700.0)),
+            "held_out_rows_measured": len(self._measured_rows()),
+            "held_out_rows": len(self.data.held_out),
             "train_loss": progress.losses[-1][1] if progress.losses else None,
             "steps": progress.step,
             "tokens": progress.tokens,
@@ -386,11 +415,16 @@ class _Run:
             console.say(line)
 
 
+def _rows_text(measured: int, available: int) -> str:
+    return f"{measured} of {available} rows" + (", evenly spread" if measured < available else "")
+
+
 def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
     if summary["loss_before"] is not None and summary["loss_after"] is not None:
         yield (
             f"held-out loss    {summary['loss_before']:.4f} -> {summary['loss_after']:.4f}   (perplexity "
-            f"{summary['perplexity_before']:.2f} -> {summary['perplexity_after']:.2f})"
+            f"{summary['perplexity_before']:.2f} -> {summary['perplexity_after']:.2f}; "
+            f"{_rows_text(summary['held_out_rows_measured'], summary['held_out_rows'])})"
         )
     yield f"speed            {summary['tokens_per_s']:.0f} tokens/s, {summary['seconds']:.0f} s in all"
     memory = f"peak memory      {format_bytes(summary['peak_ram_bytes'])} RAM"
@@ -399,15 +433,21 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
     )
     yield f"trained          {summary['trained_parameters']:,} parameters, {summary['steps']} steps"
     yield f"saved            {summary['saved']}"
+    path = str(Path(summary["saved"]).resolve())
     if summary["base"]:
         kind = "decoded base" if summary["decoded"] else "base"
         yield f"{kind:16} {summary['base']}"
+        if not summary["decoded"] and summary["quantize"] != "none":
+            yield (
+                f"note             the adapter was trained and measured on the {summary['quantize']}-decoded "
+                "base; export_decoded_base=DIR saves that base"
+            )
         yield "use it           from transformers import AutoModelForCausalLM; from peft import PeftModel"
         base = repr(summary["base"])
         yield f"                 base = AutoModelForCausalLM.from_pretrained({base}, dtype='auto')"
-        yield f"                 model = PeftModel.from_pretrained(base, {summary['saved']!r})"
+        yield f"                 model = PeftModel.from_pretrained(base, {path!r})"
     else:
-        yield f"use it           transformers.AutoModelForCausalLM.from_pretrained({summary['saved']!r})"
+        yield f"use it           transformers.AutoModelForCausalLM.from_pretrained({path!r})"
 
 
 logging.getLogger("trainstream").addHandler(logging.NullHandler())

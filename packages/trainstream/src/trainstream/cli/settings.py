@@ -84,6 +84,11 @@ def _int(minimum: int) -> Callable[[str, Any], int]:
     return lambda key, value: integer(key, _as_number(value), minimum=minimum)
 
 
+def _threads(key: str, value: Any) -> int:
+    # The bound of wrap().
+    return integer(key, _as_number(value), minimum=1, maximum=4096)
+
+
 def _number(**limits: float) -> Callable[[str, Any], float]:
     return lambda key, value: number(key, _as_number(value), **limits)
 
@@ -177,7 +182,9 @@ class Settings:
         None, _optional(_str), "a run folder, a checkpoint folder, or latest", "resume"
     )
     logging_steps: int = _key(10, _int(1), "steps between two reports of the loss", "log_steps")
-    threads: int | None = _key(None, _optional(_int(1)), "CPU threads; default torch's own choice")
+    threads: int | None = _key(
+        None, _optional(_threads), "CPU threads, at most 4096; default torch's own choice"
+    )
     loss_chunk_size: int = _key(1024, _int(1), "tokens whose logits exist at a time")
     trust_remote_code: bool = _key(False, _bool, "run model code that comes with a hub model")
     export_decoded_base: str | None = _key(
@@ -300,13 +307,13 @@ def read_config(path: Path) -> dict[str, Any]:
     """Read a YAML file of keys.
 
     Args:
-        path: The file; an empty one gives no keys.
+        path: The file.
 
     Returns:
         The mapping as the file states it, unchecked.
 
     Raises:
-        OptionError: The file is missing, is no YAML, or is no mapping.
+        OptionError: The file is missing, is no YAML, is no mapping, or holds no key.
     """
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -316,8 +323,11 @@ def read_config(path: Path) -> dict[str, Any]:
         raise OptionError(
             f"the config file {path} is not valid YAML: {' '.join(str(error).split())}"
         ) from error
-    if content is None:
-        return {}
+    if content is None or content == {}:
+        raise OptionError(
+            f"the config file {path} is empty; write lines of `key: value` into it, or leave it out for the "
+            "default run"
+        )
     if not isinstance(content, dict):
         raise OptionError(
             f"the config file {path}: expected lines of `key: value`, found {type(content).__name__}"

@@ -6,7 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from trainstream.cli import output
-from ts_core.errors import StateError, StorageError
+from trainstream.cli.storage import STATE_FILE
+from ts_core.errors import OptionError, StateError, StorageError
 
 
 def test_the_free_space_is_that_of_the_nearest_folder(tmp_path):
@@ -45,3 +46,11 @@ def test_a_folder_is_free_again_after_a_run_whatever_it_left(tmp_path):
     with pytest.raises(ZeroDivisionError), output.claim(tmp_path / "c/d", resuming=False):
         raise ZeroDivisionError
     assert not (tmp_path / "c").exists()
+
+
+def test_a_finished_run_with_checkpoints_can_be_gone_on_with(tmp_path):
+    (tmp_path / "result.json").write_text("{}")
+    (tmp_path / "checkpoint-2").mkdir()
+    (tmp_path / "checkpoint-2" / STATE_FILE).write_text("{}")
+    with pytest.raises(OptionError, match=f"resume={tmp_path}"), output.claim(tmp_path, resuming=False):
+        pass

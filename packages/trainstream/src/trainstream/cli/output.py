@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import shlex
 from collections.abc import Iterator
 from pathlib import Path
 
 from safetensors import SafetensorError
 
+from trainstream.cli.storage import checkpoints
 from ts_core.errors import OptionError, StateError, StorageError, TrainStreamError
 from ts_core.memory import disk_budget, format_bytes
 
@@ -71,9 +73,10 @@ def claim(folder: Path, *, resuming: bool) -> Iterator[None]:
             lock = _lock(folder)
         try:
             if not resuming and (folder / RESULT_FILE).exists():
+                go_on = f", or go on with that run: resume={shlex.quote(str(folder))}"
                 raise OptionError(
                     f"option output_dir: {folder} holds the result of an earlier run ({RESULT_FILE}); give "
-                    f"another output_dir, or go on with that run: resume={folder}"
+                    f"another output_dir{go_on if checkpoints(folder) else ''}"
                 )
             yield
         finally:

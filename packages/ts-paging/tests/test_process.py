@@ -81,6 +81,9 @@ def test_a_forked_child_leaves_its_parents_things_alone(python, tmp_path):
 
 
 BUSY = """
+import signal
+# A parent in the background of a shell hands down an ignored SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import sys, torch
 from ts_paging import CopyEngine, DiskStore
 store, engine = DiskStore(sys.argv[1]), CopyEngine()

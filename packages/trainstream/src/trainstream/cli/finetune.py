@@ -30,7 +30,7 @@ from ts_hf.tokens import Rows
 
 __all__ = ["run"]
 
-BUILT_IN_STEPS = 40
+BUILT_IN_STEPS = 80
 RUNS = Path("runs")
 # What wrap() is told by a key of its own.
 _OWN_KEYS = {

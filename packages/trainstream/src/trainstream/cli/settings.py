@@ -149,7 +149,7 @@ class Settings:
         None, _optional(_number(above=0.0)), "default 5e-4 for lora, 2e-5 for full", "lr"
     )
     max_steps: int | None = _key(
-        None, _optional(_int(1)), "optimizer steps (default 40 on built-in data)", "steps"
+        None, _optional(_int(1)), "optimizer steps (default 80 on built-in data)", "steps"
     )
     num_train_epochs: float | None = _key(
         None, _optional(_number(above=0.0)), "passes over the data (default 1 on your own data)", "epochs"

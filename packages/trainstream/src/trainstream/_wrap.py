@@ -37,7 +37,7 @@ _HOST_STATE_BYTES = 12  # per trained element: fp32 master weight and two fp32 m
 def wrap(
     model: nn.Module, optimizer: Optimizer | None = None, **options: Any
 ) -> tuple[nn.Module, Optimizer | None]:
-    """Make `model` train with its optimizer state on the host, and its frozen weights quantized if asked.
+    """Make `model` train with optimizer state on the host, and weights packed and paged where asked.
 
     The same model object comes back. A ``torch.optim.AdamW`` (or ``Adam`` without coupled decay) is
     replaced by an `OffloadAdamW` that takes over its parameter groups, hyperparameters and state; the group

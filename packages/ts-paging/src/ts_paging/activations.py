@@ -57,9 +57,11 @@ class _OnHost:
         if back is None:
             self._ticket.wait()
             back = torch.empty(self._host.numel(), dtype=torch.uint8, device=self._device)
-            registry.copy_engine().h2d(back, self._host).wait_stream()
+            ticket = registry.copy_engine().h2d(back, self._host)
             if self._device.type == "cpu":
-                registry.copy_engine().h2d(back, self._host).wait()
+                ticket.wait()
+            else:
+                ticket.wait_stream()
             self._back = weakref.ref(back)
             self._store.brought_bytes += back.numel()
         return back

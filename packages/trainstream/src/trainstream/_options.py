@@ -277,9 +277,7 @@ class WrapOptions:
         if self.outliers:
             lines.append(f"outliers={self.outliers:g} ignored: it applies to nvfp4 on tensor cores only")
         if self.prefer == "speed":
-            lines.append(
-                "prefer=speed: nothing streams unless asked, so no codec was changed"
-            )
+            lines.append("prefer=speed: nothing streams unless asked, so no codec was changed")
         for name, choice in (
             ("activation_offload", "saved activations stay on the device"),
             ("param_offload", "weights stay on the device"),

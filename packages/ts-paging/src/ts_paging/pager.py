@@ -104,7 +104,7 @@ class WeightPager:
         for block in [*self.blocks, *self.edges]:
             for parameter in block.parameters:
                 if type(parameter) is nn.Parameter:
-                    guard(parameter, self.sink.add)
+                    guard(parameter, self.sink.divert)
         places = {id(block): self.slots[index % count] for index, block in enumerate(paged)}
         for block in self.blocks:
             block.attach(places.get(id(block)))

@@ -7,6 +7,7 @@ them for an ordinary leaf, and the sum is added to ``p.grad`` once, at the end o
 
 from __future__ import annotations
 
+import threading
 from typing import Protocol
 
 import torch
@@ -53,8 +54,18 @@ class GradientSink:
         self._memory = memory or PlainMemory()
         self._parts: dict[int, tuple[nn.Parameter, list[tuple[Tensor, CopyTicket | None]]]] = {}
         self._task = -1
+        # The engine has a thread per device: a penalty on host Parameters runs beside the CUDA backward.
+        self._lock = threading.Lock()
         self._spare: dict[int, list[Tensor]] = {}
         self.d2h_bytes = 0
+
+    def divert(self, parameter: nn.Parameter, grad: Tensor) -> None:
+        """Take what reached a Parameter directly; it is summed before what came through its block.
+
+        Arguments are those of `add`.
+        """
+        with self._lock:
+            self._take(parameter, grad, first=True)
 
     def add(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Take one contribution; called by the engine's threads during a backward pass.
@@ -63,6 +74,10 @@ class GradientSink:
             parameter: The guarded Parameter.
             grad: Its gradient, on any device, with the Parameter's shape and dtype.
         """
+        with self._lock:
+            self._take(parameter, grad, first=False)
+
+    def _take(self, parameter: nn.Parameter, grad: Tensor, first: bool) -> None:
         task = torch._C._current_graph_task_id()
         if task != self._task:
             # What an interrupted pass left behind belongs to no gradient.
@@ -82,7 +97,8 @@ class GradientSink:
                 flat = host.as_strided((host.numel(),), (1,))
                 ticket = registry.copy_engine().d2h(flat, grad.as_strided((grad.numel(),), (1,)))
                 self.d2h_bytes += host.nbytes
-        self._parts.setdefault(id(parameter), (parameter, []))[1].append((host, ticket))
+        parts = self._parts.setdefault(id(parameter), (parameter, []))[1]
+        parts.insert(0 if first else len(parts), (host, ticket))
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Drop the spare buffers of a Parameter that is paged no more."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from ts_core.errors import ArgumentError, StateError, StorageError
 from ts_paging.files import FileTensors
-from ts_paging.guard import GuardedParameter, guard, guard_of, release
+from ts_core.guard import GuardedParameter, guard, guard_of, release
 from ts_paging.slots import Slot, SlotLayout, own_view
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool]
@@ -116,6 +116,6 @@ def test_a_guard_goes_with_its_parameter():
     guard(parameter, lambda p, g: None)
     del parameter
     gc.collect()
-    from ts_paging import guard as module
+    from ts_core import guard as module
 
     assert key not in module._table

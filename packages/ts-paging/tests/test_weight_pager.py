@@ -14,7 +14,7 @@ from ts_core.errors import StateError
 from ts_core.testing import devices
 from ts_paging.activations import FileActivations, HostActivations, park_hook
 from ts_paging.files import FileTensors
-from ts_paging.guard import GuardedParameter, guard_of
+from ts_core.guard import GuardedParameter, guard_of
 from ts_paging.pager import WeightPager
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 16, 2, 5, 37
@@ -75,9 +75,7 @@ def host(model, files=None):
 
 def page(model, device, slots=2, policy="keep", files=None, **options):
     policies = [policy] * LAYERS if isinstance(policy, str) else policy
-    pager = WeightPager(
-        torch.device(device), slots=slots, files=files, gradients=files, min_offload_bytes=0, **options
-    )
+    pager = WeightPager(torch.device(device), slots=slots, gradients=files, min_offload_bytes=0, **options)
     blocks = [(f"layers.{i}", block, policies[i]) for i, block in enumerate(model.layers)]
     pager.attach(blocks, [("embed", model.embed), ("norm", model.norm), ("head", model.head)])
     return pager

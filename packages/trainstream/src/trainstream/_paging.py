@@ -154,7 +154,6 @@ def start_paging(
     pager = WeightPager(
         device,
         slots=min(2, max(len(placement.paged), 1)),
-        files=files,
         gradients=files,
         activations=FileActivations(files.store) if files is not None else HostActivations(),
         min_offload_bytes=int(options.min_offload_bytes),

@@ -20,9 +20,10 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ts_core.errors import StateError
+from ts_core.guard import guard_of
 
 from .activations import _View, park_hook
-from .guard import guard_of
+from .files import locate
 from .slots import Slot, SlotLayout, own_view
 
 if TYPE_CHECKING:
@@ -86,6 +87,10 @@ class _StandIn:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
+
+    def with_weights(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """What `ts_core.paged.with_weights` calls."""
+        return self._block.compute(function, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = self._block.module
@@ -205,13 +210,32 @@ class PagedBlock:
             return True
         return any((entry := guard_of(p)) is not None and entry.escaped for p in self.parameters)
 
+    def in_files(self) -> bool:
+        """Whether any of its weights is read from a file."""
+        packed = (getattr(p, "packed", None) for p in self.parameters)
+        parts = [tuple(k.values()) if k else (p,) for p, k in zip(self.parameters, packed, strict=True)]
+        return any(locate(part) is not None for group in parts for part in group)
+
     def filled(self) -> None:
         """Note which values were brought."""
         self._stamp = self.stamp()
         self.fills += 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.compute(self._original, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Run a function while the module's weights are in the slot, as the block's forward is run.
+
+        Args:
+            function: The original forward, or anything else that reads the module's Parameters.
+            args: Its arguments.
+            kwargs: Its keyword arguments.
+
+        Returns:
+            What it returns; its gradients go the way of the block's.
+        """
         with torch._C.DisableTorchFunctionSubclass():
             trained = tuple([i for i, p in enumerate(self.parameters) if p.requires_grad])
         if self.slot is not None:
@@ -219,18 +243,18 @@ class PagedBlock:
         if not torch.is_grad_enabled():
             self.runs += 1
             with self._bound(self.views):
-                return self._original(*args, **kwargs)
+                return function(*args, **kwargs)
         leaves = [view.detach() for view in self.views]
         if trained:
             for index, leaf in zip(trained, _bind(self, trained, self._anchor), strict=True):
                 leaves[index] = leaf
         if self.policy == "recompute" and not self._cached(args, kwargs):
-            output = self._recomputed(leaves, args, kwargs)
+            output = self._recomputed(function, leaves, args, kwargs)
         else:
             self.runs += 1
             pack, unpack = self._hooks(args, kwargs)
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack), self._bound(leaves):
-                output = self._original(*args, **kwargs)
+                output = function(*args, **kwargs)
         return self._gated(output)
 
     @contextlib.contextmanager
@@ -243,7 +267,9 @@ class PagedBlock:
             for place, key, parameter, _ in self._sites:
                 place[key] = parameter
 
-    def _recomputed(self, leaves: Sequence[Tensor], args: Any, kwargs: Any) -> Any:
+    def _recomputed(
+        self, function: Callable[..., Any], leaves: Sequence[Tensor], args: Any, kwargs: Any
+    ) -> Any:
         """Run under non-reentrant checkpointing, no hooks of ours inside: torch applies the innermost."""
         again = False
         caches = {id(v): self._as_found(v) for v in (*args, *kwargs.values()) if _is_cache(v)}
@@ -258,7 +284,7 @@ class PagedBlock:
             if self.slot is not None:
                 self.pager.use(self)
             with self._bound(leaves):
-                return self._original(*args, **kwargs)
+                return function(*args, **kwargs)
 
         return checkpoint(body, *args, use_reentrant=False, **kwargs)
 

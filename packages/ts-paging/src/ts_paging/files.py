@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import os
+import weakref
 
 import torch
 from torch import Tensor
@@ -18,7 +19,24 @@ from ts_core.errors import ArgumentError, message
 from .disk import DiskStore, DiskTicket
 from .layout import Layout, copy_exactly, flat_bytes, is_dense, layout_of
 
-__all__ = ["FileTensors"]
+__all__ = ["FileTensors", "locate"]
+
+#: Address of a mapping -> (its FileTensors, key).
+_mapped: dict[int, tuple[weakref.ref[FileTensors], str]] = {}
+
+
+def locate(tensor: Tensor) -> tuple[FileTensors, str] | None:
+    """Say which file a whole tensor maps.
+
+    Args:
+        tensor: Any plain tensor.
+
+    Returns:
+        The `FileTensors` that made it and its key there, or None if it lives elsewhere.
+    """
+    found = _mapped.get(tensor.data_ptr()) if tensor.numel() else None
+    files = found[0]() if found is not None else None
+    return (files, found[1]) if files is not None and found is not None else None
 
 
 class FileTensors:
@@ -107,7 +125,15 @@ class FileTensors:
         path = self._store.reserve(key, Layout((nbytes,), (1,), torch.uint8))
         mapped = torch.from_file(str(path), shared=True, size=nbytes, dtype=torch.uint8)
         self._keys[mapped.data_ptr()] = key
+        _mapped[mapped.data_ptr()] = (weakref.ref(self), key)
         return mapped
+
+    def drop(self, tensor: Tensor) -> None:
+        """Remove the file of a tensor that is needed no more; what still maps it stays readable."""
+        key = self._keys.pop(tensor.data_ptr(), None)
+        if key is not None:
+            _mapped.pop(tensor.data_ptr(), None)
+            self._store.delete(key)
 
     def key_of(self, tensor: Tensor) -> str | None:
         """Return the key of the file that a whole tensor maps, or None if it lives elsewhere."""
@@ -128,7 +154,13 @@ class FileTensors:
         """
         return self._store.read_async(key, flat_bytes(out))
 
+    def __deepcopy__(self, memo: dict[int, object]) -> FileTensors:
+        """A copy of a model holds copies in RAM of the tensors, and needs no files of its own."""
+        return self
+
     def close(self) -> None:
         """Remove the files; mappings that are still held stay readable."""
+        for address in self._keys:
+            _mapped.pop(address, None)
         self._keys.clear()
         self._store.close()

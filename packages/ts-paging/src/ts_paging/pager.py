@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from ts_core import registry
 from ts_core.errors import StateError
+from ts_core.guard import guard, guard_of, release
 
 from .activations import ActivationStore, HostActivations
 from .block import PagedBlock
-from .files import FileTensors
-from .guard import guard, guard_of, release
+from .files import locate
 from .sink import GradientSink, HostMemory
 from .slots import Slot
 
@@ -30,7 +30,7 @@ class WeightPager:
 
     Blocks of the stack share `slots` slots, block b using slot b mod slots; the other paged modules
     (embedding, head, norm) share one more. Where a Parameter's bytes live and how they are stored is a matter
-    of its tensor alone: in host memory, in a file of `files`, plain or packed by a codec.
+    of its tensor alone: in host memory, in a file of a `FileTensors`, plain or packed by a codec.
 
     Attributes:
         device: Where blocks compute.
@@ -47,7 +47,6 @@ class WeightPager:
         *,
         slots: int = 2,
         prefetch: bool = True,
-        files: FileTensors | None = None,
         gradients: HostMemory | None = None,
         activations: ActivationStore | None = None,
         min_offload_bytes: int = 1 << 20,
@@ -59,14 +58,12 @@ class WeightPager:
             device: Where blocks compute.
             slots: Slots of the stack, at least 1. Two let the next block arrive while one computes.
             prefetch: Start bringing the block that followed last time.
-            files: The disk tier, if any weight lives there.
             gradients: Memory for gradients on the host.
             activations: Where saved tensors go.
             min_offload_bytes: Smaller saved tensors stay.
             pages: Which Parameters of a paged block are paged; the others stay where they are.
         """
         self.device = device
-        self.files = files
         self.sink = GradientSink(gradients)
         self.activations = activations or HostActivations()
         self.min_offload_bytes = min_offload_bytes
@@ -85,6 +82,7 @@ class WeightPager:
         self,
         blocks: Sequence[tuple[str, nn.Module, str]],
         edges: Sequence[tuple[str, nn.Module]] = (),
+        tail: Sequence[str] = (),
     ) -> None:
         """Start paging.
 
@@ -92,6 +90,7 @@ class WeightPager:
             blocks: (name, module, policy) of the stack's blocks, in order; the policy is ``keep``,
                 ``offload`` or ``recompute``.
             edges: (name, module) of the other modules.
+            tail: Names of those that compute after the stack; the others come before it.
         """
         self.blocks = [PagedBlock(self, *block) for block in blocks]
         self.edges = [PagedBlock(self, name, module, "keep") for name, module in edges]
@@ -101,10 +100,13 @@ class WeightPager:
         self.slots = [Slot(max(sizes[index::count]), self.device) for index in range(count)]
         if self.edges:
             self.slots.append(Slot(max(edge.layout.nbytes for edge in self.edges), self.device))
-        for block in [*self.blocks, *self.edges]:
+        # What is used first is updated first; a tied weight is due when the first of its modules computes.
+        ranks = {id(edge): len(self.blocks) if edge.name in tail else -1 for edge in self.edges}
+        ranks.update({id(block): index for index, block in enumerate(self.blocks)})
+        for block in sorted([*self.blocks, *self.edges], key=lambda b: -ranks[id(b)]):
             for parameter in block.parameters:
-                if type(parameter) is nn.Parameter:
-                    guard(parameter, self.sink.divert)
+                if type(parameter) is nn.Parameter or guard_of(parameter) is not None:
+                    guard(parameter, self.sink.divert).rank = ranks[id(block)]
         places = {id(block): self.slots[index % count] for index, block in enumerate(paged)}
         for block in self.blocks:
             block.attach(places.get(id(block)))
@@ -152,7 +154,7 @@ class WeightPager:
             or follower is None
             or follower.slot is block.slot
             or _slot_of(follower).owner is follower
-            or (self.device.type == "cpu" and self.files is None)
+            or (self.device.type == "cpu" and not follower.in_files())
             or any((entry := guard_of(p)) is not None and entry.pending for p in follower.parameters)
         ):
             return
@@ -203,9 +205,9 @@ class WeightPager:
         Returns:
             Where it will be, and what to call before using it (None: it is there).
         """
-        key = self.files.key_of(source) if self.files is not None else None
+        place = locate(source)
         cpu = self.device.type == "cpu"
-        if key is None:
+        if place is None:
             self.host_bytes += source.nbytes
             if cpu:
                 if target is None:
@@ -215,15 +217,15 @@ class WeightPager:
             if target is None:
                 target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
             return target, registry.copy_engine().h2d(target, source).wait_stream
-        assert self.files is not None  # a key comes from there
+        files, key = place
         self.disk_bytes += source.nbytes
         if target is None:
             target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
         if cpu:
-            ticket = self.files.read_async(key, target)
+            ticket = files.read_async(key, target)
             return target, lambda: _done(ticket)
         staged = registry.host_allocator().empty(source.nbytes).view(source.dtype).view(source.shape)
-        ticket = self.files.read_async(key, staged)
+        ticket = files.read_async(key, staged)
 
         def arrive() -> None:
             ticket.wait()

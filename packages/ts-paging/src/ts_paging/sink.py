@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from ts_core import registry
+from ts_core.guard import guard_of
 from ts_core.registry import CopyTicket
 
-from .guard import guard_of
 
 __all__ = ["GradientSink", "HostMemory", "PlainMemory"]
 

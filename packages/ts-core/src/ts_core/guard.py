@@ -4,6 +4,9 @@ While its block is paged, a Parameter is a host tensor (or a file mapped into me
 cache. Its class is swapped in place, so that every use outside the block goes through here: it waits for an
 update under way, notes writes that version counters do not see, and keeps the gradient hooks that are run
 when gradients land. The object stays the same: optimizers, tied modules and user variables keep theirs.
+
+Whoever pages the weights guards them; an optimizer that finds a Parameter guarded may return from its step
+before the update is done, and leaves in `Guard.pending` what waits for it.
 """
 
 from __future__ import annotations
@@ -34,7 +37,8 @@ _ESCAPES = frozenset(
         torch.Tensor.share_memory_,
     }
 )
-_GRAD: Any = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+#: Assigning a gradient neither reads the value nor the gradient that an update under way uses.
+_SET_GRAD: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _HOOKS: dict[Any, str] = {
     torch.Tensor.register_hook: "hooks",
     torch.Tensor.register_post_accumulate_grad_hook: "landed_hooks",
@@ -48,6 +52,7 @@ class Guard:
 
     Attributes:
         pending: Waits for the update under way, or None.
+        rank: Order of use within a forward pass; what is used first is updated first.
         escaped: Memory of the value was handed out in a way that leaves the version counter alone; a slot
             filled earlier cannot be trusted any more.
         hooks: Gradient hooks, run on the sum of a backward pass before it lands in ``.grad``.
@@ -64,12 +69,14 @@ class Guard:
         "landed_hooks",
         "parameter",
         "pending",
+        "rank",
     )
 
     def __init__(self, parameter: nn.Parameter, divert: Divert) -> None:
         """Take over the hooks registered before: their handles keep working."""
         self.parameter = weakref.ref(parameter)
         self.pending: Callable[[], None] | None = None
+        self.rank = 0
         self.escaped = False
         self.divert = divert
         native: Any = parameter  # torch's stubs know these attributes otherwise
@@ -119,7 +126,7 @@ class GuardedParameter(nn.Parameter):
         for value in (*args, *kwargs.values()):
             if type(value) is cls:
                 entry = _table.get(id(value))
-                if entry is not None and func is not _GRAD:
+                if entry is not None and func is not _SET_GRAD:
                     if entry.pending is not None:
                         entry.wait()
                     if func in _ESCAPES:

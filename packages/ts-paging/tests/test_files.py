@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ts_core.errors import ArgumentError, StateError, StorageError
-from ts_paging.files import FileTensors
 from ts_core.guard import GuardedParameter, guard, guard_of, release
+from ts_paging.files import FileTensors
 from ts_paging.slots import Slot, SlotLayout, own_view
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.uint8, torch.int64, torch.bool]

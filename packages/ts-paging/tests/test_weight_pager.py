@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ts_core.errors import StateError
+from ts_core.guard import GuardedParameter, guard_of
 from ts_core.testing import devices
 from ts_paging.activations import FileActivations, HostActivations, park_hook
 from ts_paging.files import FileTensors
-from ts_core.guard import GuardedParameter, guard_of
 from ts_paging.pager import WeightPager
 
 WIDTH, HEADS, LAYERS, VOCABULARY = 16, 2, 5, 37

@@ -17,7 +17,6 @@ from ts_core import registry
 from ts_core.guard import guard_of
 from ts_core.registry import CopyTicket
 
-
 __all__ = ["GradientSink", "HostMemory", "PlainMemory"]
 
 

@@ -238,6 +238,9 @@ class PagedBlock:
         """
         with torch._C.DisableTorchFunctionSubclass():
             trained = tuple([i for i, p in enumerate(self.parameters) if p.requires_grad])
+        governor = self.pager.governor
+        if governor is not None and torch.is_grad_enabled():
+            governor.enter(self, args, kwargs)
         if self.slot is not None:
             self.pager.use(self, fresh=True)
         if not torch.is_grad_enabled():
@@ -296,7 +299,12 @@ class PagedBlock:
             inputs = frozenset(t.untyped_storage()._cdata for t in flat if type(t) is Tensor)
             park = park_hook(self.pager.activations, inputs, self.pager.min_offload_bytes)
 
+        governor = self.pager.governor
+        count = governor.counter(self, args, kwargs) if governor is not None else None
+
         def pack(tensor: Tensor) -> Any:
+            if count is not None:
+                count(tensor)
             if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
                 return tensor  # a packed weight of a resident block: it is small, and has no storage
             if tensor.untyped_storage().data_ptr() == address:

@@ -25,6 +25,18 @@ class _Ticket(Protocol):
     def wait(self) -> Any: ...
 
 
+class Governor(Protocol):
+    """Decides about saved activations while the model runs; see `ts_paging.governor`."""
+
+    def enter(self, block: PagedBlock, args: Any, kwargs: Any) -> None:
+        """Called before a block runs with a graph: may set its policy."""
+        ...
+
+    def counter(self, block: PagedBlock, args: Any, kwargs: Any) -> Callable[[Tensor], None] | None:
+        """Return what is to be told each tensor that this run saves, or None."""
+        ...
+
+
 class WeightPager:
     """Pages the weights of blocks through slots.
 
@@ -37,6 +49,7 @@ class WeightPager:
         sink: Takes the gradients of trained weights.
         activations: Takes saved tensors of blocks whose policy is ``offload``.
         min_offload_bytes: Smaller saved tensors stay.
+        governor: Decides about saved activations pass by pass; None leaves each block's policy as it is.
         host_bytes: Bytes of weights copied from host memory to slots so far, as stored.
         disk_bytes: Bytes of weights read from files to slots so far, as stored.
     """
@@ -68,6 +81,7 @@ class WeightPager:
         self.activations = activations or HostActivations()
         self.min_offload_bytes = min_offload_bytes
         self.pages = pages
+        self.governor: Governor | None = None
         self.host_bytes = 0
         self.disk_bytes = 0
         self.blocks: list[PagedBlock] = []

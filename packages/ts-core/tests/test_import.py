@@ -5,7 +5,8 @@ import sys
 
 MODULES = (
     "ts_core, ts_core.errors, ts_core.options, ts_core.memory, ts_core.dtypes, ts_core.blocks, "
-    "ts_core.registry, ts_core.trace, ts_core.ops, ts_core.runtime, ts_core.testing"
+    "ts_core.registry, ts_core.trace, ts_core.ops, ts_core.runtime, ts_core.testing, "
+    "ts_core.usage"
 )
 
 
@@ -21,6 +22,7 @@ def test_import_and_use_never_touch_cuda():
     code = f"""
 import torch, {MODULES}
 ts_core.memory.host_budget()
+ts_core.usage.host_usage(), ts_core.usage.device_usage("cpu")
 ts_core.blocks.block_map(torch.nn.Linear(2, 2))
 ts_core.registry.copy_engine(), ts_core.registry.host_allocator(), ts_core.registry.set_copy_engine(None)
 assert not torch.cuda.is_initialized()

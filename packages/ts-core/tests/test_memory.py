@@ -228,6 +228,7 @@ def test_device_budget_without_cuda_says_what_to_do(monkeypatch):
 def test_device_budget_reports_what_cuda_says(index, free, used, bare):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(torch.cuda, "is_initialized", lambda: True)
         patch.setattr(torch.cuda, "device_count", lambda: 3)
         patch.setattr(torch.cuda, "current_device", lambda: 2)
         patch.setattr(torch.cuda, "mem_get_info", lambda index: (free, free + used))

@@ -29,6 +29,7 @@ __all__ = [
     "cgroup_limit",
     "device_budget",
     "disk_budget",
+    "find_device",
     "format_bytes",
     "host_budget",
     "local_ranks",
@@ -257,6 +258,46 @@ def page_lock_limit_bytes() -> int | None:
     return None if soft == resource.RLIM_INFINITY or soft < 0 else int(soft)
 
 
+def find_device(function: str, device: str | torch.device | Any) -> torch.device:
+    """Check a device that a caller named, without setting up CUDA.
+
+    Args:
+        function: Who asks, for the message.
+        device: "cuda", "cuda:N", "cpu" or a `torch.device`.
+
+    Returns:
+        The CPU, or a CUDA device with its index.
+
+    Raises:
+        DeviceError: No such device, or no CUDA at all.
+
+    Example:
+        >>> find_device("example", "cpu")
+        device(type='cpu')
+    """
+    try:
+        target = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise DeviceError(message(function, "device", _DEVICES, device)) from error
+    if target.type == "cpu":
+        return torch.device("cpu")
+    if target.type != "cuda":
+        raise DeviceError(message(function, "device", _DEVICES, repr(str(target))))
+    if not torch.cuda.is_available():
+        raise DeviceError(
+            f"[{function}] device: {str(target)!r} needs a GPU, its driver and a CUDA build of torch; "
+            f'torch {torch.__version__} finds none. Use device="cpu"'
+        )
+    count = torch.cuda.device_count()
+    # Before CUDA is set up the current device is the first.
+    cuda: Any = torch.cuda
+    current = cuda.current_device() if cuda.is_initialized() else 0
+    index = current if target.index is None else target.index
+    if index >= count:
+        raise DeviceError(message(function, "device", f"one of {count} GPUs", repr(str(target))))
+    return torch.device("cuda", index)
+
+
 def device_budget(device: str | torch.device | Any = "cuda") -> DeviceBudget:
     """Say how much memory of a device is free.
 
@@ -273,24 +314,11 @@ def device_budget(device: str | torch.device | Any = "cuda") -> DeviceBudget:
         >>> device_budget("cpu").device
         'cpu'
     """
-    try:
-        target = torch.device(device)
-    except (RuntimeError, TypeError) as error:
-        raise DeviceError(message("device_budget", "device", _DEVICES, device)) from error
+    target = find_device("device_budget", device)
     if target.type == "cpu":
         host = host_budget()
         return DeviceBudget("cpu", host.total_bytes, host.available_bytes)
-    if target.type != "cuda":
-        raise DeviceError(message("device_budget", "device", _DEVICES, repr(str(target))))
-    if not torch.cuda.is_available():
-        raise DeviceError(
-            f"[device_budget] device: {str(target)!r} needs a GPU, its driver and a CUDA build of torch; "
-            f'torch {torch.__version__} finds none. Use device="cpu"'
-        )
-    count = torch.cuda.device_count()
-    index = torch.cuda.current_device() if target.index is None else target.index
-    if index >= count:
-        raise DeviceError(message("device_budget", "device", f"one of {count} GPUs", repr(str(target))))
+    index = int(target.index)
     free, total = torch.cuda.mem_get_info(index)
     cached = torch.cuda.memory_reserved(index) - torch.cuda.memory_allocated(index)
     return DeviceBudget(f"cuda:{index}", int(total), int(free), int(cached))

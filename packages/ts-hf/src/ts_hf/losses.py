@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError, message
 from ts_core.options import integer
+from ts_core.paged import with_weights
 from ts_fused import chunked_cross_entropy
 
 __all__ = ["Head", "backbone", "causal_lm_loss_for", "count_items", "head_of"]
@@ -264,6 +265,32 @@ def _chunked_loss(
     return total / divisor.clamp(min=1)
 
 
+def _fused_loss(
+    head: Head,
+    hidden: torch.Tensor,
+    targets: torch.Tensor,
+    num_items: int | torch.Tensor | None,
+    chunk_size: int,
+    ignore_index: int,
+) -> torch.Tensor:
+    """Hand the weight of a plain head to the fused loss."""
+    weight, bias = head.module.weight, head.module.bias
+    if not torch.is_autocast_enabled(hidden.device.type):
+        hidden = hidden.to(weight.dtype)
+    return chunked_cross_entropy(
+        hidden,
+        weight,
+        targets,
+        bias,
+        chunk_size=chunk_size,
+        ignore_index=ignore_index,
+        num_items=num_items,
+        softcap=head.soft_cap,
+        logit_scale=head.scale,
+        validate=False,  # done before, where it costs nothing; a GPU would have to be waited for
+    )
+
+
 def _check_inputs(
     hidden: torch.Tensor, labels: torch.Tensor, vocabulary: int | None, ignore_index: int
 ) -> None:
@@ -335,19 +362,8 @@ def causal_lm_loss_for(
     targets = labels[:, 1:].reshape(-1).to(flat.device, torch.long)
     if not head.plain:
         return _chunked_loss(head, flat, targets, num_items, chunk_size, ignore_index)
-    weight, bias = head.module.weight, head.module.bias
-    if not torch.is_autocast_enabled(flat.device.type):
-        flat = flat.to(weight.dtype)
-    loss: torch.Tensor = chunked_cross_entropy(
-        flat,
-        weight,
-        targets,
-        bias,
-        chunk_size=chunk_size,
-        ignore_index=ignore_index,
-        num_items=num_items,
-        softcap=head.soft_cap,
-        logit_scale=head.scale,
-        validate=False,  # done above where it costs nothing; a GPU would have to be waited for
+    # The weight of a paged head is on the device only in here, and is read from the module here.
+    loss: torch.Tensor = with_weights(
+        head.module, _fused_loss, head, flat, targets, num_items, chunk_size, ignore_index
     )
     return loss

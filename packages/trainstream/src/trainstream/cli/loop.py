@@ -18,13 +18,14 @@ import torch
 
 import trainstream
 import ts_hf
+from trainstream._session import session_of
 from trainstream.cli.console import Console, tiers_text
 from trainstream.cli.data import batch, batch_indices, to_device
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import Settings
 from ts_hf.tokens import Rows
 
-__all__ = ["Progress", "evaluate", "make_optimizer", "random_state", "restore_random_state", "train"]
+__all__ = ["Progress", "compute_device", "evaluate", "make_optimizer", "random_state", "restore_random_state", "train"]
 
 
 @dataclass
@@ -77,6 +78,12 @@ def make_optimizer(model: Any, settings: Settings, total_steps: int) -> tuple[An
     return model, optimizer, scheduler
 
 
+def compute_device(model: Any) -> torch.device:
+    """Say where a model computes; the first parameter of a wrapped one may be somewhere else."""
+    session = session_of(model)
+    return next(model.parameters()).device if session is None else torch.device(session.plan.device)
+
+
 def train(
     model: Any,
     optimizer: Any,
@@ -107,7 +114,7 @@ def train(
         interrupt: Asked before every micro-batch.
         save: Called every `save_steps` steps.
     """
-    device = next(model.parameters()).device
+    device = compute_device(model)
     accumulation = settings.gradient_accumulation_steps
     save_steps = settings.save_steps
     if save_steps is None:
@@ -202,7 +209,7 @@ def evaluate(model: Any, rows: Rows, settings: Settings, interrupt: Interrupt | 
         interrupt: Asked before every micro-batch.
     """
     size = settings.per_device_train_batch_size
-    device = next(model.parameters()).device
+    device = compute_device(model)
     total, items = 0.0, 0
     was_training = model.training
     model.eval()

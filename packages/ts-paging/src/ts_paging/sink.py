@@ -59,9 +59,10 @@ class GradientSink:
         self.d2h_bytes = 0
 
     def divert(self, parameter: nn.Parameter, grad: Tensor) -> None:
-        """Take what reached a Parameter directly; it is summed before what came through its block.
+        """Take what reached a Parameter directly, by a penalty computed on it; arguments are those of `add`.
 
-        Arguments are those of `add`.
+        Where the block computes on the CPU too, it is summed as it arrives, as the engine sums for an
+        ordinary leaf. Beside a GPU the engine's threads race, and it is always the first.
         """
         with self._lock:
             self._take(parameter, grad, first=True)
@@ -97,7 +98,8 @@ class GradientSink:
                 ticket = registry.copy_engine().d2h(flat, grad.as_strided((grad.numel(),), (1,)))
                 self.d2h_bytes += host.nbytes
         parts = self._parts.setdefault(id(parameter), (parameter, []))[1]
-        parts.insert(0 if first else len(parts), (host, ticket))
+        raced = first and any(other is not None for _, other in parts)
+        parts.insert(0 if raced else len(parts), (host, ticket))
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Drop the spare buffers of a Parameter that is paged no more."""

@@ -476,7 +476,7 @@ def test_random_weights_need_only_the_config_file(tmp_path):
         ("error_rank", 8, "not available"),
         ("error_iters", 2, "not available"),
         ("double_quant", True, "not available"),
-        ("disk_offload", "/tmp", "not available"),
+        ("disk_offload", 3, "expected None or a directory"),
         ("dtype", "float64", "expected one of"),
         ("dtype", "int8", "expected one of"),
         ("quant_block_size", 3, "divisible by 2"),

@@ -73,7 +73,7 @@ def test_a_paged_head_gives_the_bits_of_the_resident_one(kind, chunk_size, ids, 
     pager.detach()
     values = resident.state_dict()
     for name, value in model.state_dict().items():
-        if not torch.device(device).type == "cuda":  # stock AdamW rounds otherwise on a GPU
+        if torch.device(device).type != "cuda":  # stock AdamW rounds otherwise on a GPU
             assert torch.equal(value, values[name].cpu()), name
 
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .loading import load_model, load_tokenizer
     from .losses import backbone, causal_lm_loss_for, count_items
     from .safetensors_reader import SafetensorsReader
+    from .saving import save_model, save_safetensors
     from .tokens import stdlib_text, text_dataset
 
 __version__ = version("ts-hf")
@@ -31,6 +32,8 @@ _HOME = {
     "load_tokenizer": "loading",
     "resolve": "checkpoint",
     "save_as_safetensors": "gguf",
+    "save_model": "saving",
+    "save_safetensors": "saving",
     "smollm2_path": "gguf",
     "stdlib_text": "tokens",
     "text_dataset": "tokens",
@@ -48,6 +51,8 @@ __all__ = [
     "load_tokenizer",
     "resolve",
     "save_as_safetensors",
+    "save_model",
+    "save_safetensors",
     "smollm2_path",
     "stdlib_text",
     "text_dataset",

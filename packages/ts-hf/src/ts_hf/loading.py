@@ -5,8 +5,9 @@ from __future__ import annotations
 import logging
 import os
 import re
+import tempfile
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,12 @@ from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, OptionError
 from ts_core.memory import format_bytes, host_budget
 from ts_core.options import boolean, choice, fraction, integer, not_yet
+from ts_paging.files import FileTensors
 
 from .build import build_model, import_transformers, initialize, load_config, move_buffers
 from .checkpoint import Checkpoint, Source, resolve
-from .streaming import Packing, UnknownTablesError, make_plan, packable, stream
+from .offload import FileHome, file_bytes, open_files, ram_limit
+from .streaming import OUTSIDE, Packing, UnknownTablesError, make_plan, packable, stream
 
 __all__ = ["load_model", "load_tokenizer", "packed_bytes"]
 
@@ -39,6 +42,7 @@ class _Options:
     ram_fraction: float
     trust_remote_code: bool
     device: torch.device
+    files: FileTensors | None
 
 
 def packed_bytes(numel: int, codec: str, block_size: int) -> int:
@@ -81,26 +85,60 @@ def _device_option(value: object) -> torch.device:
 
 
 def _refuse_later_options(
-    keep_precise: object, error_rank: object, error_iters: object, double_quant: object, disk_offload: object
+    keep_precise: object, error_rank: object, error_iters: object, double_quant: object
 ) -> None:
     not_yet("keep_precise", keep_precise, (0, 0.0, False, None))
     not_yet("error_rank", error_rank, (0,))
     not_yet("error_iters", error_iters, (1,))
     not_yet("double_quant", double_quant, (False,))
-    not_yet("disk_offload", disk_offload, (None,))
 
 
-def _choose_codec(model: Any, names: frozenset[str], options: _Options) -> tuple[str | None, str]:
+def _free_bytes() -> int:
+    """RAM that the model may take: what is free, and no more than the environment's budget."""
+    free, limit = host_budget().available_bytes, ram_limit()
+    return free if limit is None else min(free, limit)
+
+
+def _sizes(model: Any) -> dict[str, tuple[int, int]]:
+    """Return elements and bytes of every parameter, tied ones once."""
+    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
+    return {
+        n: (p.numel(), p.numel() * p.dtype.itemsize) for n, p in model.named_parameters() if n not in tied
+    }
+
+
+def _make_packing(model: Any, options: _Options) -> tuple[Packing, str]:
+    """Decide what is stored how and where, before any weight is read."""
+    names, skipped = packable(model)
+    files = options.files
+    # A RAM budget below the model means files even where none were asked for.
+    limit = ram_limit()
+    if files is None and limit is not None and options.device.type == "cpu":
+        packed = options.quantize if options.quantize in CODECS else None
+        need = sum(
+            packed_bytes(numel, packed, options.block_size) if packed and name in names else size
+            for name, (numel, size) in _sizes(model).items()
+        )
+        files = open_files(tempfile.gettempdir()) if need > limit else None
+    home = None
+    if files is not None:
+        home = FileHome(files, frozenset(n for n, why in skipped.items() if why == OUTSIDE))
+    codec, reason = _choose_codec(model, names, options, home is not None)
+    return Packing(codec, options.block_size, names, skipped, home), reason
+
+
+def _choose_codec(
+    model: Any, names: frozenset[str], options: _Options, in_files: bool
+) -> tuple[str | None, str]:
     """Pick the codec for quantize="auto": none while everything fits, else int8, else nf4."""
     if options.quantize != "auto":
         return options.quantize, "asked for"
-    tied = set(getattr(model, "all_tied_weights_keys", None) or {})
-    sizes = {
-        n: (p.numel(), p.numel() * p.dtype.itemsize) for n, p in model.named_parameters() if n not in tied
-    }
+    if in_files:
+        return None, "the weights are in files"
+    sizes = _sizes(model)
     rest = sum(size for name, (_, size) in sizes.items() if name not in names)
     full = sum(size for _, size in sizes.values())
-    free = host_budget().available_bytes
+    free = _free_bytes()
     room = free * options.ram_fraction
     if full <= room:
         return None, f"{format_bytes(full)} fits in {format_bytes(int(room))}"
@@ -113,9 +151,9 @@ def _choose_codec(model: Any, names: frozenset[str], options: _Options) -> tuple
     if packed > free:
         raise DoesNotFitError(
             f"[load_model] the model takes {format_bytes(full)} in {dtype_name(options.dtype)} and "
-            f"{format_bytes(packed)} in nf4; this process may use {format_bytes(free)} of RAM. Free memory, "
-            "raise the "
-            "container's limit, or take a smaller model"
+            f"{format_bytes(packed)} in nf4; this process may use {format_bytes(free)} of RAM. Give "
+            "disk_offload=DIR to keep the weights in files, free memory, raise the container's limit, or "
+            "take a smaller model"
         )
     return "nf4", f"only nf4 fits, beyond ram_fraction={options.ram_fraction}"
 
@@ -206,7 +244,7 @@ def _load_generation_config(model: Any, folder: Path) -> None:
 
 def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
     seen: set[int] = set()
-    before = after = packed = total = 0
+    before = after = packed = total = filed = 0
     for _, parameter in model.named_parameters():
         if id(parameter) in seen:
             continue
@@ -217,6 +255,7 @@ def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
         packed += parameter.numel() if stored is not None else 0
         before += plain
         after += int(stored) if stored is not None else plain
+        filed += file_bytes(parameter) if packing.home is not None else 0
     names = dict(model.named_parameters())
     skipped = {name: why for name, why in packing.skipped.items() if name in names} if packing.codec else {}
     return {
@@ -225,6 +264,7 @@ def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
         "packed_tensors": sum(hasattr(p, "packed_bytes") for p in model.parameters()),
         "bytes_before": before,
         "bytes_after": after,
+        "file_bytes": filed,
         "share_packed": packed / total if total else 0.0,
         "skipped": skipped,
         "seconds": time.perf_counter() - started,
@@ -233,12 +273,13 @@ def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
 
 def _log_receipt(receipt: dict[str, Any]) -> None:
     LOGGER.info(
-        "loaded %s: %d parameters, %s -> %s, %.1f %% packed as %s (%s), %d left as they are, %d tensors "
-        "unused, %.1f s",
+        "loaded %s: %d parameters, %s -> %s (%s of it in files), %.1f %% packed as %s (%s), %d left as they "
+        "are, %d tensors unused, %.1f s",
         receipt["source"],
         receipt["parameters"],
         format_bytes(receipt["bytes_before"]),
         format_bytes(receipt["bytes_after"]),
+        format_bytes(receipt["file_bytes"]),
         100 * receipt["share_packed"],
         receipt["quantize"] or "nothing",
         receipt["reason"],
@@ -250,6 +291,11 @@ def _log_receipt(receipt: dict[str, Any]) -> None:
 
 def _from_pretrained(folder: Path, config: Any, options: _Options, why: Exception) -> Any:
     """Load with transformers' own loader, where its internals are not the ones known here."""
+    if options.files is not None:
+        raise OptionError(
+            "option disk_offload is not available with transformers "
+            f"{import_transformers().__version__}, whose conversion tables are elsewhere ({why})"
+        )
     if options.quantize not in (None, "auto"):
         raise OptionError(
             f"option quantize={options.quantize!r} is not available with transformers "
@@ -276,9 +322,7 @@ def _load_random(config: Any, options: _Options) -> tuple[Any, Packing, dict[str
     model = build_model(
         config, options.dtype, trust_remote_code=options.trust_remote_code, keep_numel=SMALL_NUMEL
     )
-    names, skipped = packable(model)
-    codec, reason = _choose_codec(model, names, options)
-    packing = Packing(codec, options.block_size, names, skipped)
+    packing, reason = _make_packing(model, options)
     fill_random(model, packing, options.device)
     found = {"tensors": 0, "checkpoint_bytes": 0, "unused": [], "initialized": [], "buffers_from_init": []}
     return model, packing, found, reason
@@ -286,9 +330,7 @@ def _load_random(config: Any, options: _Options) -> tuple[Any, Packing, dict[str
 
 def _load_folder(folder: Path, config: Any, options: _Options) -> tuple[Any, Packing, dict[str, Any], str]:
     model = build_model(config, options.dtype, trust_remote_code=options.trust_remote_code)
-    names, skipped = packable(model)
-    codec, reason = _choose_codec(model, names, options)
-    packing = Packing(codec, options.block_size, names, skipped)
+    packing, reason = _make_packing(model, options)
     try:
         found = _fill(model, folder, packing, options)
     except UnknownTablesError as why:
@@ -349,7 +391,12 @@ def load_model(
         error_rank: Not in this release.
         error_iters: Not in this release.
         double_quant: Not in this release.
-        disk_offload: Not in this release.
+        disk_offload: An existing directory. The weights (those of the blocks, and of at least 1 MiB outside
+            them; packed ones packed) are written to private files there while they are read, and are mapped
+            from them: RAM never holds more than one tensor of the model, and "auto" packs nothing. The files
+            are `model.trainstream_files`; they go with the model. Only with device="cpu" in this release.
+            Where the environment sets a budget (`TRAINSTREAM_RAM`) below the model's size, files in the
+            system's temporary directory are used even if this is None.
         random_weights: Draw the weights as the model class does instead of reading any; only `config.json` is
             needed. `torch.manual_seed` fixes them.
         ram_fraction: Share of the free RAM that "auto" lets the model take.
@@ -359,11 +406,10 @@ def load_model(
 
     Returns:
         The model in evaluation mode, with its `generation_config`, and `trainstream_receipt`, a dict:
-        `tensors` read, `parameters`, `bytes_before` (all weights in `dtype`), `bytes_after`, `share_packed`
-        (of the parameters), `packed_tensors`, `skipped` (name: reason), `unused` (checkpoint tensors without
-        a
-        place), `initialized`, `quantize`, `reason`, `seconds`. The same in one line is logged to the logger
-        "trainstream".
+        `tensors` read, `parameters`, `bytes_before` (all weights in `dtype`), `bytes_after`, `file_bytes` (of
+        them in files), `share_packed` (of the parameters), `packed_tensors`, `skipped` (name: reason),
+        `unused` (checkpoint tensors without a place), `initialized`, `quantize`, `reason`, `seconds`. The
+        same in one line is logged to the logger "trainstream".
 
     Raises:
         OptionError: A bad option, an unknown config attribute, or a checkpoint stored quantized.
@@ -377,7 +423,7 @@ def load_model(
         0.79
     """
     started = time.perf_counter()
-    _refuse_later_options(keep_precise, error_rank, error_iters, double_quant, disk_offload)
+    _refuse_later_options(keep_precise, error_rank, error_iters, double_quant)
     options = _Options(
         _quantize_option(quantize),
         parse_dtype(dtype, accepted=_DTYPES),
@@ -385,7 +431,14 @@ def load_model(
         fraction("ram_fraction", ram_fraction),
         boolean("trust_remote_code", trust_remote_code),
         _device_option(device),
+        None,
     )
+    if disk_offload is not None and options.device.type != "cpu":
+        raise OptionError(
+            f"option disk_offload with device={str(options.device)!r} is not available in this release; load "
+            "with device='cpu' and let wrap(device=...) bring the weights to the GPU"
+        )
+    options = replace(options, files=open_files(disk_offload))
     transformers = import_transformers()
     if isinstance(name_or_path, transformers.PretrainedConfig):
         if not boolean("random_weights", random_weights):
@@ -401,6 +454,9 @@ def load_model(
     else:
         model, packing, found, reason = _load_folder(source, config, options)
     move_buffers(model, options.device)
+    if packing.home is not None:
+        packing.home.gather(model)
+        model.trainstream_files = packing.home.files
     model.eval()
     model.config.name_or_path = model.name_or_path = shown
     model.trainstream_receipt = {

@@ -43,14 +43,16 @@ class _Filler:
                 yield name, last, parameter
 
     def materialize(self, path: str, module: nn.Module) -> None:
-        for _, last, parameter in self.parameters_of(path, module):
+        for name, last, parameter in self.parameters_of(path, module):
             flagged: Any = parameter
             if not parameter.is_meta:
                 flagged._is_hf_initialized = (
                     True  # it has the value of __init__ and of the model's own initialization
                 )
                 continue
-            values = torch.zeros(parameter.shape, dtype=parameter.dtype)
+            values = self.packing.reserve(name, parameter.shape, parameter.dtype)
+            if values is None:
+                values = torch.zeros(parameter.shape, dtype=parameter.dtype)
             if (
                 parameter.dim() >= 2
                 and parameter.is_floating_point()

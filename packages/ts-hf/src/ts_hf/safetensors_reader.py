@@ -79,6 +79,9 @@ _TORCH: dict[str, torch.dtype] = {
     "C64": torch.complex64,
 }
 
+# torch dtype -> its name in the format.
+STORED_NAMES = {dtype: name for name, dtype in _TORCH.items()}
+
 
 @dataclass(frozen=True)
 class TensorInfo:

@@ -26,8 +26,12 @@ from ts_core.errors import ArgumentError, CheckpointError
 
 from .build import owner_of
 from .checkpoint import Checkpoint
+from .offload import FileHome
 
-__all__ = ["Packing", "Plan", "Target", "UnknownTablesError", "make_plan", "packable", "stream"]
+__all__ = ["OUTSIDE", "Packing", "Plan", "Target", "UnknownTablesError", "make_plan", "packable", "stream"]
+
+# The reason why the codec leaves a parameter alone that is in no block.
+OUTSIDE = "outside the blocks"
 
 
 class UnknownTablesError(Exception):
@@ -73,20 +77,34 @@ class Packing:
         block_size: Values per scale.
         names: Parameters that the codec applies to.
         skipped: Reasons why the others stay as they are.
+        home: The files that hold the parameters, or None if they stay in memory.
     """
 
     codec: str | None
     block_size: int
     names: frozenset[str]
     skipped: dict[str, str]
+    home: FileHome | None = None
+
+    def packs(self, name: str) -> bool:
+        """Whether the codec applies to a parameter."""
+        return self.codec is not None and name in self.names
 
     def store(self, name: str, tensor: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
-        """Make the parameter that replaces `old`, packed if the name says so."""
-        if self.codec is None or name not in self.names:
-            return nn.Parameter(tensor, requires_grad=old.requires_grad and tensor.is_floating_point())
-        return nn.Parameter(
-            ts_quant.quantize(tensor, self.codec, block_size=self.block_size, name=name), requires_grad=False
-        )
+        """Make the parameter that replaces `old`: packed if the name says so, and where it is to live."""
+        trained = old.requires_grad and tensor.is_floating_point()
+        if self.codec is not None and name in self.names:
+            tensor = ts_quant.quantize(tensor, self.codec, block_size=self.block_size, name=name)
+            trained = False
+        if self.home is not None:
+            tensor = self.home.place(name, tensor)
+        return nn.Parameter(tensor, requires_grad=trained)
+
+    def reserve(
+        self, name: str, shape: torch.Size | tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return the file that a plain parameter is written to directly, or None if there is none."""
+        return None if self.home is None or self.packs(name) else self.home.reserve(name, shape, dtype)
 
 
 def packable(model: Any) -> tuple[frozenset[str], dict[str, str]]:
@@ -120,7 +138,7 @@ def packable(model: Any) -> tuple[frozenset[str], dict[str, str]]:
                 continue
             name = f"{path}.{last}" if path else last
             if id(module) not in inside:
-                skipped[name] = "outside the blocks"
+                skipped[name] = OUTSIDE
             elif isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 skipped[name] = "an embedding"
             elif parameter.dim() < 2 or parameter.numel() == 0:
@@ -235,8 +253,10 @@ class _Stream:
                     return kept
         return old.dtype
 
-    def read(self, key: str, dtype: torch.dtype, *, passing: bool = False) -> torch.Tensor:
-        """Read and cast one tensor; `passing` ones are valid until the next is read."""
+    def read(
+        self, key: str, dtype: torch.dtype, *, passing: bool = False, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Read and cast one tensor, into `out` if given; `passing` ones are valid until the next is read."""
         stored = self.checkpoint.info(key)
         small = stored.dtype is None or stored.dtype.itemsize < 2
         if dtype.is_floating_point and (small or not (stored.dtype and stored.dtype.is_floating_point)):
@@ -245,7 +265,9 @@ class _Stream:
                 "is not the "
                 "plain weight the model expects; the checkpoint is quantized, but its config does not say how"
             )
-        if not passing or stored.dtype is None:
+        if out is not None and stored.dtype == dtype:
+            return self.checkpoint.read(key, out=out)
+        if (out is None and not passing) or stored.dtype is None:
             return self.checkpoint.read(key).to(dtype)
         if self.raw.numel() < stored.nbytes:
             self.raw = torch.empty(0, dtype=torch.uint8)
@@ -253,6 +275,8 @@ class _Stream:
         tensor = self.checkpoint.read(
             key, out=self.raw[: stored.nbytes].view(stored.dtype).view(stored.shape)
         )
+        if out is not None:
+            return out.copy_(tensor)
         if stored.dtype == dtype:
             return tensor
         nbytes = tensor.numel() * dtype.itemsize
@@ -285,8 +309,12 @@ class _Stream:
         module, last = owner_of(self.model, target.name)
         dtype = self.wanted_dtype(target.name, getattr(module, last))
         if target.converter is None:
-            passing = self.packing.codec is not None and target.name in self.packing.names
-            self.put(target.name, self.read(target.sources[0][1], dtype, passing=passing), target.sources)
+            key = target.sources[0][1]
+            out = None
+            if last in module._parameters:
+                out = self.packing.reserve(target.name, self.checkpoint.info(key).shape, dtype)
+            tensor = self.read(key, dtype, passing=self.packing.packs(target.name), out=out)
+            self.put(target.name, tensor, target.sources)
             return
         for pattern, key in target.sources:
             target.converter.add_tensor(target.name, key, pattern, partial(self.read, key, dtype))
@@ -339,11 +367,7 @@ def stream(
         CheckpointError: A shape that does not fit, or a stored dtype that is no plain weight.
     """
     state = _Stream(model, checkpoint, packing, dtype, device)
-    passing = [
-        t.sources[0][1]
-        for t in plan.targets
-        if packing.codec and t.converter is None and t.name in packing.names
-    ]
+    passing = [t.sources[0][1] for t in plan.targets if t.converter is None and packing.packs(t.name)]
     state.raw = torch.empty(
         max((checkpoint.info(key).nbytes for key in passing), default=0), dtype=torch.uint8
     )

@@ -25,7 +25,15 @@ from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import Settings
 from ts_hf.tokens import Rows
 
-__all__ = ["Progress", "compute_device", "evaluate", "make_optimizer", "random_state", "restore_random_state", "train"]
+__all__ = [
+    "Progress",
+    "compute_device",
+    "evaluate",
+    "make_optimizer",
+    "random_state",
+    "restore_random_state",
+    "train",
+]
 
 
 @dataclass

@@ -37,12 +37,37 @@ _ESCAPES = frozenset(
         torch.Tensor.share_memory_,
     }
 )
-#: Assigning a gradient neither reads the value nor the gradient that an update under way uses.
-_SET_GRAD: Any = torch.Tensor.grad.__set__  # type: ignore[union-attr]
 _HOOKS: dict[Any, str] = {
     torch.Tensor.register_hook: "hooks",
     torch.Tensor.register_post_accumulate_grad_hook: "landed_hooks",
 }
+
+
+#: Uses that read neither the value nor the gradient, so they need not wait for an update under way. Assigning
+#: a gradient is one: the update holds the tensor it uses.
+_PASSIVE = frozenset(
+    {
+        torch.Tensor.grad.__set__,  # type: ignore[union-attr]
+        torch.Tensor.grad.__delete__,  # type: ignore[union-attr]
+        *[
+            getattr(torch.Tensor, name).__get__
+            for name in (
+                "device", "dtype", "grad_fn", "is_cpu", "is_cuda", "is_leaf", "is_meta", "is_nested",
+                "is_quantized", "is_sparse", "itemsize", "layout", "nbytes", "ndim", "requires_grad",
+                "retains_grad", "shape",
+            )
+        ],
+        *[
+            getattr(torch.Tensor, name)
+            for name in (
+                "__len__", "dim", "element_size", "get_device", "is_complex", "is_contiguous",
+                "is_floating_point", "is_inference", "is_pinned", "is_shared", "is_signed", "nelement",
+                "numel", "size", "storage_offset", "stride",
+            )
+        ],
+        *_HOOKS,
+    }
+)  # fmt: skip
 Divert = Callable[[Any, Tensor], None]
 _table: dict[int, Guard] = {}
 
@@ -51,7 +76,8 @@ class Guard:
     """What is known about one guarded Parameter.
 
     Attributes:
-        pending: Waits for the update under way, or None.
+        pending: Waits for the update under way, or None. If it raises (the update failed, or the wait was
+            interrupted) it stays: every use raises or waits again until whoever put it there takes it away.
         rank: Order of use within a forward pass; what is used first is updated first.
         escaped: Memory of the value was handed out in a way that leaves the version counter alone; a slot
             filled earlier cannot be trusted any more.
@@ -108,10 +134,16 @@ class Guard:
         native._post_accumulate_grad_hooks = self.landed_hooks
 
     def wait(self) -> None:
-        """Wait for the update under way, if any."""
-        pending, self.pending = self.pending, None
+        """Wait for the update under way, if any.
+
+        Raises:
+            Exception: The update failed; `pending` stays.
+        """
+        pending = self.pending
         if pending is not None:
             pending()
+            if self.pending is pending:
+                self.pending = None
 
 
 class GuardedParameter(nn.Parameter):
@@ -126,8 +158,8 @@ class GuardedParameter(nn.Parameter):
         for value in (*args, *kwargs.values()):
             if type(value) is cls:
                 entry = _table.get(id(value))
-                if entry is not None and func is not _SET_GRAD:
-                    if entry.pending is not None:
+                if entry is not None:
+                    if entry.pending is not None and func not in _PASSIVE:
                         entry.wait()
                     if func in _ESCAPES:
                         entry.escaped = True
@@ -205,11 +237,25 @@ def guard_of(parameter: Tensor) -> Guard | None:
 
 
 def release(parameter: nn.Parameter) -> None:
-    """Wait for what is pending and make the Parameter an ordinary one again; hooks added meanwhile stay."""
+    """Wait for what is pending and make the Parameter an ordinary one again; hooks added meanwhile stay.
+
+    Args:
+        parameter: A guarded Parameter; any other is left alone.
+
+    Raises:
+        Exception: The pending update failed. The Parameter is an ordinary one all the same; only an
+            interrupted wait leaves it guarded.
+    """
     entry = guard_of(parameter)
     if entry is None:
         return
-    entry.wait()
+    failure = None
+    try:
+        entry.wait()
+    except Exception as error:
+        failure = error
     _table.pop(id(parameter), None)
     parameter.__class__ = nn.Parameter
     entry.give_back(parameter)
+    if failure is not None:
+        raise failure

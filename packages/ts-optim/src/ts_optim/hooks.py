@@ -34,7 +34,7 @@ class BackwardCounter:
 
     def watch(self, param: torch.Tensor) -> None:
         """Count this parameter's gradients from now on; one that needs no gradient is left for later."""
-        if param.requires_grad and param.is_leaf and id(param) not in self._handles:
+        if id(param) not in self._handles and param.requires_grad and param.is_leaf:
             me = weakref.ref(self)
 
             def hook(p: torch.Tensor) -> None:

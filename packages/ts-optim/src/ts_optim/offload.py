@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -14,19 +15,19 @@ from ts_core.errors import ArgumentTypeError, OptionError
 from ts_core.options import boolean
 from ts_core.trace import span
 
-from . import _C
 from ._ops import grad_sumsq
 from .checkpoint import checked_groups, checked_states
+from .deferred import PendingUpdates, await_others, is_deferrable
 from .hooks import BackwardCounter
+from .kernel import Clock, PlainUpdate, Terms, call_kernel, update_double
 from .options import Hyper, OffloadOptions, check_group, hyper_of
-from .placement import PlacePolicy, place_by_size
-from .reference import adamw_
-from .slots import Slot, State, StateMaker, check_param, flat_gradient, key_of
+from .placement import MemoryProvider, PlacePolicy, place_by_size
+from .slots import Slot, State, StateMaker, check_param, flat_gradient, key_of, only_in
 from .transfer import Batch, Work, staged_step
 
 __all__ = ["OffloadAdamW"]
 
-_TIMES = ("kernel_s", "norm_s")
+_TIMES = ("kernel_s", "norm_s", "wait_s")
 _COUNTS = ("steps", "skipped_steps", "d2h_bytes", "h2d_bytes")
 
 
@@ -51,9 +52,21 @@ class OffloadAdamW(torch.optim.Optimizer):
     - CUDA, `place(param) == "device"`: state beside the parameter, CUDA kernel. Same bits either way.
     - float64: plain PyTorch, where the parameter is.
 
-    `step()` is synchronous in this release: weights and state are complete when it returns (for "device" in
-    the order of the current stream). All checks run before the first write. Gradients accumulate in `p.grad`
-    as PyTorch does it, in the parameter's dtype; they are not consumed by the step.
+    `step()` commits all updates: checks, norm, clipping factor, lr and decay are those of its call. Weights
+    and state are complete when it returns (for "device" in the order of the current stream), but for guarded
+    CPU parameters (`ts_core.guard`: paged weights, except float64). Their updates run on host threads behind
+    whatever comes next, first those that the next forward pass needs first, and each is due at the next use
+    of its parameters: using one, reading its `.grad`, a checkpoint, evaluation wait for it, and the bits are
+    those of an update within `step()`. Until then
+
+    - `zero_grad()` and assigning `p.grad` do not wait: the update holds the gradient it was given;
+    - a gradient tensor kept elsewhere must not be changed in place: the update raises `StateError` then, at
+      the next use of its parameters, and writes nothing (the same for state tensors kept elsewhere);
+    - `optimizer.state`, `state_dict()`, `stats()` and copies of the optimizer wait for everything; tensors
+      taken out of them earlier do not.
+
+    All checks of a step come before its first write. Gradients accumulate in `p.grad` as PyTorch does it, in
+    the parameter's dtype; they are not consumed by the step.
 
     Args:
         params: Parameters, named parameters or dicts of groups, as for any torch optimizer.
@@ -130,6 +143,7 @@ class OffloadAdamW(torch.optim.Optimizer):
             measure_grad_norm=measure_grad_norm,
             skip_nonfinite=skip_nonfinite,
         )
+        self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._start()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         hyper_of(defaults)
@@ -143,15 +157,27 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._attached = False
         self._norm: float | None = None
         self._nonfinite: tuple[int, str] | None = None
-        self._seconds = dict.fromkeys(_TIMES, 0.0)
+        self._pending = PendingUpdates()
+        self._clock = Clock(*_TIMES)
         self._moved = dict.fromkeys(_COUNTS, 0)
         limit = self._options.accumulation_steps
         self._counter = None if limit is None else BackwardCounter(limit, self._name)
 
     # -- what users call ---------------------------------------------------------------------------------
 
+    @property
+    def state(self) -> defaultdict[torch.Tensor, Any]:
+        """Moments, masters and step counts by parameter, when every pending update has run."""
+        self._pending.drain()
+        return self._state
+
+    @state.setter
+    def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
+        self._pending.drain()
+        self._state = value
+
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update every parameter that has a gradient; complete when it returns.
+        """Update every parameter that has a gradient; guarded CPU ones behind what comes next.
 
         Args:
             closure: Reevaluates the model and returns the loss, run with gradients enabled.
@@ -163,14 +189,17 @@ class OffloadAdamW(torch.optim.Optimizer):
             ArgumentTypeError: Sparse or complex gradient, or a dtype that is not trained.
             ArgumentError: A gradient that does not fit its parameter.
             OptionError: A group's lr, betas, eps or weight_decay is out of range.
-            StateError: A state tensor that does not fit its parameter.
+            StateError: A state tensor that does not fit its parameter, or an update of the last step failed.
             All are raised before anything is written.
         """
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.no_grad(), span("ts/optim/step"):
+        self._pending.drain()
+        await_others([param for group in self.param_groups for param in group["params"]])
+        # Nothing is pending now, and reads of ours are no escapes.
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), span("ts/optim/step"):
             hyper = [hyper_of(group) for group in self.param_groups]
             works = self._collect()
             scale = self._scale(works)
@@ -188,9 +217,17 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Drop or zero the gradients, and start counting backward passes again.
 
         Args:
-            set_to_none: Set `p.grad` to None, else fill it with zeros.
+            set_to_none: Set `p.grad` to None, which does not wait for pending updates; else wait for them and
+                fill it with zeros.
         """
-        super().zero_grad(set_to_none)
+        if set_to_none:
+            with torch.profiler.record_function(self._zero_grad_profile_name):
+                for group in self.param_groups:
+                    for param in group["params"]:
+                        param.grad = None  # not even read: reading waits
+        else:
+            self._pending.drain()
+            super().zero_grad(set_to_none=False)
         if self._counter is not None:
             self._counter.reset()
             self._watch()
@@ -220,8 +257,8 @@ class OffloadAdamW(torch.optim.Optimizer):
 
         Args:
             model: The model that the parameters belong to.
-            guard: Block reads until a pending update lands. Nothing is pending after `step()` in this
-                release, so there is nothing to guard yet.
+            guard: Block reads until a pending update lands. Updates are pending only on parameters that are
+                guarded by who pages them, so there is nothing to do here.
 
         Returns:
             This optimizer.
@@ -245,7 +282,17 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._attached = False
 
     def synchronize(self) -> None:
-        """Wait until every update is complete; after `step()` only "device" ones can still be under way."""
+        """Wait until every update is complete.
+
+        Raises:
+            StateError: An update failed after `step()`; its parameters and their state are as they were
+                before that step. Training can go on after it was raised here.
+        """
+        try:
+            self._pending.drain()
+        except Exception:
+            self._pending.forget()
+            raise
         for device in {s.param.device for s in self._slots.values() if s.param.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
@@ -261,31 +308,80 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Count what the optimizer holds and did.
 
         Returns:
-            host_state_bytes, device_state_bytes (moments, masters and host copies of weights), pinned_bytes
-            (page-locked ones of them and of the buffers), staging_bytes, d2h_bytes and h2d_bytes (copied so
-            far), steps, skipped_steps, kernel_s and norm_s (time in host kernels; launches on a device),
+            host_state_bytes, device_state_bytes, disk_state_bytes (moments, masters and host copies of
+            weights; disk: in memory from `set_memory` that is not page-locked), pinned_bytes (page-locked
+            ones of them and of the buffers), staging_bytes, d2h_bytes and h2d_bytes (copied so far), steps,
+            skipped_steps, kernel_s and norm_s (time in host kernels; launches on a device), wait_s (time that
+            users of parameters and state waited for pending updates, those they ran themselves included),
             nonfinite (index and name of the first parameter with a non-finite gradient in the last step, or
             None).
         """
-        host = device = 0
+        host = device = disk = 0
         held: list[torch.Tensor] = []
         for entry in self.state.values():
             held += [t for name, t in entry.items() if name != "step"]
         held += [s.master for s in self._slots.values() if s.staged and not s.low and s.master is not None]
         for t in held:
             nbytes = t.numel() * t.element_size()
-            host, device = (host, device + nbytes) if t.is_cuda else (host + nbytes, device)
+            if t.is_cuda:
+                device += nbytes
+            elif self._maker.home(t) is not None and not t.is_pinned():
+                disk += nbytes
+            else:
+                host += nbytes
         staging = [s.staging for s in self._slots.values() if s.staging is not None]
         pinned = [t for t in (*held, *staging) if not t.is_cuda and t.is_pinned()]
         return {
             "host_state_bytes": host,
             "device_state_bytes": device,
+            "disk_state_bytes": disk,
             "pinned_bytes": sum(t.numel() * t.element_size() for t in pinned),
             "staging_bytes": sum(t.numel() * t.element_size() for t in staging),
             "nonfinite": self._nonfinite,
             **self._moved,
-            **self._seconds,
+            **self._clock.read(),
         }
+
+    # -- where state lives -------------------------------------------------------------------------------
+
+    def set_memory(self, provider: MemoryProvider | None) -> None:
+        """Say where host state made from now on lives: at the first step, on loading, by `rehouse`.
+
+        Args:
+            provider: Called with a parameter, returns None for the default memory, or an object whose
+                `empty(nbytes)` returns a uint8 CPU tensor, such as a file mapped into memory. Moments and
+                masters are made of it. If it has `drop(tensor)`, that is called when such a tensor is given
+                up. None: default memory for all. Copies and pickles of the optimizer have none.
+
+        Raises:
+            ArgumentTypeError: Not callable.
+        """
+        if provider is not None and not callable(provider):
+            raise ArgumentTypeError(
+                f"[OffloadAdamW.set_memory] provider: expected a function of a parameter, given {provider!r}"
+            )
+        self._maker.provider = provider
+
+    def rehouse(self, params: Iterable[torch.Tensor]) -> None:
+        """Move the state of parameters to where it belongs now; the bytes stay the same.
+
+        Tensors move one by one and old memory is given up at once, so that there is never a second copy of
+        more than one. If memory runs out in between, what has moved stays moved, and nothing is lost.
+
+        Args:
+            params: Parameters; those without state are left alone.
+
+        Raises:
+            ArgumentTypeError: The provider returned something that makes no memory.
+        """
+        self._pending.drain()
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for param in params:
+                if self._state.get(param):
+                    slot = self._slots.pop(param, None)
+                    if slot is not None and slot.staged:
+                        self._maker.discard([slot.master])  # made anew from the parameter
+                    self._maker.rehouse(param, self._state[param])
 
     # -- state dict, copies ------------------------------------------------------------------------------
 
@@ -303,18 +399,22 @@ class OffloadAdamW(torch.optim.Optimizer):
             CheckpointError: It belongs to other parameters, or to another algorithm (amsgrad, maximize,
                 coupled decay). Nothing is changed then.
         """
+        self._pending.drain()
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
         loaded = checked_groups(state_dict, self.param_groups)
         pairs = checked_states(state_dict, loaded, self.param_groups)
         with torch.no_grad():
-            states = [(param, self._maker.make_state(param, entry, copy=True)) for param, entry in pairs]
+            states = self._make_states(pairs, copy=True)
         for mine, other in zip(self.param_groups, loaded, strict=True):
             other["params"] = mine["params"]
         self.param_groups = loaded
-        self.state.clear()
-        self.state.update(states)
+        for old in self._state.values():
+            self._maker.discard(old.values())
+        self._maker.discard(slot.master for slot in self._slots.values() if slot.staged)
+        self._state.clear()
+        self._state.update(states)
         self._slots.clear()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
@@ -326,6 +426,7 @@ class OffloadAdamW(torch.optim.Optimizer):
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy and let it watch its own parameters."""
         names = state.pop("_copied_names", {})
+        self._state = state.pop("state")
         super().__setstate__(state)
         self.defaults.pop("differentiable", None)
         self._start()
@@ -364,30 +465,47 @@ class OffloadAdamW(torch.optim.Optimizer):
                 index += 1
         return "a parameter"
 
+    def _make_states(
+        self, pairs: list[tuple[torch.Tensor, State]], *, copy: bool
+    ) -> list[tuple[torch.Tensor, State]]:
+        """Make state entries, all or none."""
+        made: list[tuple[torch.Tensor, State]] = []
+        try:
+            for param, old in pairs:
+                made.append((param, self._maker.make_state(param, old, copy=copy)))
+        except BaseException:
+            for (_, new), (_, old) in zip(made, pairs, strict=False):
+                self._maker.discard(only_in(new, old))
+            raise
+        return made
+
     def _collect(self) -> list[Work]:
         """Check every gradient, then make missing state; the state is stored when all of it is there."""
         found = [(i, g, p, p.grad) for i, g, p in self._positions() if p.grad is not None]
-        slots: list[Slot] = []
-        states: list[tuple[torch.Tensor, State]] = []
+        stale: list[tuple[torch.Tensor, State]] = []
         for _, _, param, grad in found:
-            slot = self._slots.get(param)
-            key = key_of(param)
+            slot, old = self._slots.get(param), self._state.get(param)
+            fits = slot is not None and old is not None and slot.current(key_of(param), old)
             # Layout, dtype and device of the gradient differ from step to step at the user's will.
-            if grad.dtype is not param.dtype or grad.layout is not torch.strided or grad.shape != param.shape:
+            alike = grad.dtype is param.dtype and grad.layout is torch.strided and grad.shape == param.shape
+            if not fits or not alike:
                 check_param(param, grad, self._name(param))
-            old = self.state.get(param)
-            if slot is None or old is None or not slot.current(key, old):
-                check_param(param, grad, self._name(param))
-                state = self._maker.make_state(param, old or {})
-                slot = self._maker.make_slot(param, state, key)
-                states.append((param, state))
-            slots.append(slot)
+            if not fits:
+                stale.append((param, old or {}))
+        states = self._make_states(stale, copy=False)
+        slots = {param: self._maker.make_slot(param, state, key_of(param)) for param, state in states}
         works = [
             Work(index, group, slot, flat_gradient(slot, grad))
-            for (index, group, _, grad), slot in zip(found, slots, strict=True)
+            for index, group, param, grad in found
+            for slot in [slots.get(param) or self._slots[param]]
         ]
-        self.state.update(states)
-        self._slots.update((slot.param, slot) for slot in slots)
+        for (param, new), (_, old) in zip(states, stale, strict=True):
+            self._maker.discard(only_in(old, new))
+            before = self._slots.get(param)
+            if before is not None and before.staged and before.master is not slots[param].master:
+                self._maker.discard([before.master])
+        self._state.update(states)
+        self._slots.update(slots)
         return works
 
     def _square_sums(self, works: list[Work]) -> list[float]:
@@ -422,7 +540,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         for value in sums:
             total += value
         self._norm = math.sqrt(total) * scale
-        self._seconds["norm_s"] += time.perf_counter() - start
+        self._clock.add("norm_s", time.perf_counter() - start)
         for work, value in zip(works, sums, strict=True):
             if not math.isfinite(value):
                 self._nonfinite = (work.index, self._name(work.slot.param))
@@ -437,83 +555,28 @@ class OffloadAdamW(torch.optim.Optimizer):
         return scale if factor > 1.0 else scale * factor
 
     def _update(self, works: list[Work], hyper: list[Hyper], scale: float) -> None:
-        buckets: dict[tuple[str, bool, torch.device], list[Work]] = {}
-        for work in works:
-            buckets.setdefault(work.slot.bucket, []).append(work)
         table = torch.tensor(hyper, dtype=torch.float64)
+        # Asked here: another thread may have another number.
+        threads = self._options.threads or torch.get_num_threads()
+        terms = Terms(table, scale, threads, self._clock)
+        buckets: dict[tuple[str, bool, torch.device], list[Work]] = {}
+        later: list[Work] = []
+        for work in works:
+            if is_deferrable(work):
+                later.append(work)
+            else:
+                buckets.setdefault(work.slot.bucket, []).append(work)
 
         def run(batch: Batch) -> None:
-            self._run(batch, table, scale, reconcile=False)
+            call_kernel(batch, terms)
 
-        for (kind, low, _), members in buckets.items():
+        for (kind, _, _), members in buckets.items():
             if kind == "double":
-                self._update_double(members, hyper, scale)
+                update_double(members, hyper, scale)
             elif kind == "staged":
                 down, up = staged_step(members, self._maker, run)
                 self._moved["d2h_bytes"] += down
                 self._moved["h2d_bytes"] += up
             else:
-                self._update_plain(members, low, table, scale)
-
-    def _run(self, batch: Batch, table: torch.Tensor, scale: float, *, reconcile: bool) -> None:
-        """One kernel call; state and step counters of its parameters move together."""
-        start = time.perf_counter()
-        slots = [work.slot for work in batch.works]
-        _C.adamw_step_(
-            batch.params,
-            batch.grads,
-            [slot.exp_avg for slot in slots],
-            [slot.exp_avg_sq for slot in slots],
-            [slot.state["step"] for slot in slots],
-            batch.lows,
-            table,
-            [work.group for work in batch.works],
-            scale,
-            reconcile,
-            self._options.threads or 0,
-        )
-        self._seconds["kernel_s"] += time.perf_counter() - start
-
-    def _update_plain(self, works: list[Work], low: bool, table: torch.Tensor, scale: float) -> None:
-        """Parameters whose state is where they are: in place, or through a copy if their memory has gaps."""
-        batch = Batch()
-        copies: list[tuple[torch.Tensor, torch.Tensor]] = []
-        for work in works:
-            slot = work.slot
-            if slot.dense:
-                flat = slot.weights
-            else:
-                flat = slot.param.detach().reshape(-1).clone()
-                copies.append((slot.param, flat))
-            master = flat if slot.master is None else slot.master
-            batch.add(work, master, work.grad, flat if low else None)
-        self._run(batch, table, scale, reconcile=low)
-        for param, flat in copies:
-            param.copy_(flat.view(param.shape))
-        written = [work.slot.param for work in works if work.slot.dense]
-        written += [slot_t for work in works for slot_t in (work.slot.exp_avg, work.slot.exp_avg_sq)]
-        torch.autograd.graph.increment_version(written)
-
-    def _update_double(self, works: list[Work], hyper: list[Hyper], scale: float) -> None:
-        for work in works:
-            slot = work.slot
-            lr, beta1, beta2, eps, weight_decay = hyper[work.group]
-            param = slot.param.detach()
-            grad = work.grad.view(-1)
-            flat = slot.weights if slot.dense else param.reshape(-1).clone()
-            step = slot.state["step"]
-            adamw_(
-                flat,
-                grad,
-                slot.exp_avg,
-                slot.exp_avg_sq,
-                int(step) + 1,
-                lr=lr,
-                betas=(beta1, beta2),
-                eps=eps,
-                weight_decay=weight_decay,
-                grad_scale=scale,
-            )
-            step += 1
-            if not slot.dense:
-                param.copy_(flat.view(param.shape))
+                PlainUpdate(members, terms).run()
+        self._pending.commit(later, terms, self._name)

@@ -1,16 +1,30 @@
-"""Where the optimizer state of a CUDA parameter lives: host memory or beside the parameter."""
+"""Where optimizer state lives: host memory, memory that somebody provides, or beside a CUDA parameter."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Literal
+from typing import Literal, Protocol
 
 import torch
 
-__all__ = ["Place", "PlacePolicy", "place_by_size"]
+__all__ = ["MemoryProvider", "Place", "PlacePolicy", "StateMemory", "place_by_size"]
 
 Place = Literal["host", "device"]
 PlacePolicy = Callable[[torch.Tensor], Place]
+
+
+class StateMemory(Protocol):
+    """Gives memory for state: files mapped into memory, for instance.
+
+    It may also have `drop(tensor)`, called with a tensor made of its memory that is needed no more.
+    """
+
+    def empty(self, nbytes: int) -> torch.Tensor:
+        """Return a uint8 CPU tensor of `nbytes` elements; its contents do not matter."""
+        ...
+
+
+MemoryProvider = Callable[[torch.Tensor], StateMemory | None]
 
 _SMALL_BYTES = 1 << 20
 _THIN_SIDE = 128

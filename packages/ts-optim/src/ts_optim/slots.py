@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, StateError
 from ts_core.registry import host_allocator
 
-from .placement import Place, PlacePolicy
+from .placement import MemoryProvider, Place, PlacePolicy, StateMemory
 
-__all__ = ["Slot", "State", "StateMaker", "check_param", "flat_gradient", "fresh_step", "is_dense"]
+__all__ = ["KEPT", "Slot", "State", "StateMaker", "check_param", "flat_gradient", "fresh_step", "is_dense"]
 
 State = dict[str, Any]
+
+#: What an entry of `optimizer.state` holds; "master" for 16-bit parameters only.
+KEPT = ("step", "exp_avg", "exp_avg_sq", "master")
 
 _LOW = (torch.bfloat16, torch.float16)
 _SUPPORTED = (torch.float32, torch.float64, *_LOW)
@@ -131,7 +136,13 @@ class Slot:
 
 
 def _identity(state: State) -> tuple[Any, ...]:
-    return tuple(id(state.get(name)) for name in ("step", "exp_avg", "exp_avg_sq", "master"))
+    return tuple(id(state.get(name)) for name in KEPT)
+
+
+def only_in(state: State, other: State) -> list[torch.Tensor]:
+    """List the tensors of one entry that the other does not hold."""
+    kept = {id(t) for t in other.values()}
+    return [t for t in state.values() if id(t) not in kept]
 
 
 def key_of(param: torch.Tensor) -> tuple[Any, ...]:
@@ -156,6 +167,10 @@ class StateMaker:
         """
         self._place = place
         self._pin = pin
+        #: Gives memory for the state of some parameters; None for all is the default.
+        self.provider: MemoryProvider | None = None
+        # State tensor -> where its memory is from; those from the default memory are not here.
+        self._homes: MutableMapping[torch.Tensor, StateMemory] = WeakTensorKeyDictionary()
 
     def place_of(self, param: torch.Tensor) -> Place:
         """Ask the policy, for parameters that are not in host memory.
@@ -175,28 +190,82 @@ class StateMaker:
             )
         return place
 
+    def memory_of(self, param: torch.Tensor, place: Place) -> StateMemory | None:
+        """Ask the provider for the memory of a parameter's state; None is the default memory.
+
+        Raises:
+            ArgumentTypeError: It gave something that makes no memory.
+        """
+        memory = self.provider(param) if self.provider is not None and place == "host" else None
+        if memory is not None and not hasattr(memory, "empty"):
+            raise ArgumentTypeError(
+                f"[OffloadAdamW.set_memory] provider: expected None or an object with empty(nbytes), given "
+                f"{memory!r}"
+            )
+        return memory
+
+    def home(self, t: torch.Tensor) -> StateMemory | None:
+        """Say where the memory of a state tensor is from; None is the default memory."""
+        return self._homes.get(t)
+
+    def discard(self, tensors: Iterable[Any]) -> None:
+        """Tell provided memory which state tensors are needed no more."""
+        for t in tensors:
+            memory = self._homes.pop(t, None) if isinstance(t, torch.Tensor) else None
+            drop = getattr(memory, "drop", None)
+            if drop is not None:
+                drop(t)
+
     def _empty(self, param: torch.Tensor, dtype: torch.dtype, place: Place) -> torch.Tensor:
         """Make memory with the parameter's strides where it is dense, contiguous where not."""
         on_host = place == "host"
         device = torch.device("cpu") if on_host else param.device
         pin = on_host and (self._pin or (self._pin is None and is_remote(param)))
         shape = param.shape
-        if not pin or not param.numel():
+        memory = self.memory_of(param, place) if param.numel() else None
+        if memory is None and (not pin or not param.numel()):
             if not is_dense(param):
                 return torch.empty(shape, dtype=dtype, device=device)
             return torch.empty_strided(shape, param.stride(), dtype=dtype, device=device)
-        flat = host_allocator().empty(param.numel() * dtype.itemsize).view(dtype)
-        return flat.as_strided(shape, param.stride()) if is_dense(param) else flat.view(shape)
+        flat = (memory or host_allocator()).empty(param.numel() * dtype.itemsize).view(dtype)
+        made = flat.as_strided(shape, param.stride()) if is_dense(param) else flat.view(shape)
+        if memory is not None:
+            self._homes[made] = memory
+        return made
 
-    def _fit(self, t: Any, param: torch.Tensor, dtype: torch.dtype, place: Place, copy: bool) -> torch.Tensor:
+    def _fit(
+        self, t: Any, param: torch.Tensor, dtype: torch.dtype, place: Place, copy: bool, rehouse: bool = False
+    ) -> torch.Tensor:
         """Give a state tensor the dtype, device and layout it must have; itself when it has them."""
         device = torch.device("cpu") if place == "host" else param.device
         good = t.dtype is dtype and t.device == device
         good = good and (t.stride() == param.stride() if is_dense(param) else t.is_contiguous())
+        if rehouse and t.numel():
+            good = good and self.home(t) is self.memory_of(param, place)
         if good and not copy:
-            return t.detach()  # type: ignore[no-any-return]
+            plain = type(t) is torch.Tensor and not t.requires_grad
+            return t if plain else t.detach()  # type: ignore[no-any-return]
         out = self._empty(param, dtype, place)
-        return out.copy_(t.detach())
+        try:
+            return out.copy_(t.detach())
+        except BaseException:
+            self.discard([out])
+            raise
+
+    def rehouse(self, param: torch.Tensor, state: State) -> State:
+        """Move a state entry to where it belongs now, each tensor on its own; the bytes stay the same.
+
+        Returns:
+            The new entry; the old memory is given up.
+        """
+        place = self.place_of(param)
+        for name in KEPT[1:]:
+            if name in state:
+                old = state[name]
+                state[name] = self._fit(old, param, old.dtype, place, copy=False, rehouse=True)
+                if state[name] is not old:
+                    self.discard([old])
+        return state
 
     def make_state(self, param: torch.Tensor, old: State, *, copy: bool = False) -> State:
         """Make a complete state entry, out of an empty, foreign or outdated one.
@@ -212,9 +281,18 @@ class StateMaker:
         Raises:
             StateError: Shapes do not match.
         """
+        new: State = {}
+        try:
+            self._fill(new, param, old, copy)
+        except BaseException:
+            self.discard(only_in(new, old))
+            raise
+        same = old.keys() == new.keys() and all(old[name] is new[name] for name in new)
+        return old if same else new
+
+    def _fill(self, new: State, param: torch.Tensor, old: State, copy: bool) -> None:
         place = self.place_of(param)
         dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
-        new: State = {}
         if not old:
             new["step"] = fresh_step(0.0)
             for name in ("exp_avg", "exp_avg_sq"):
@@ -238,8 +316,6 @@ class StateMaker:
             source = old.get("master")
             keep = source is not None and source.shape == param.shape
             new["master"] = self._fit(source if keep else param, param, dtype, place, copy)
-        same = old.keys() == new.keys() and all(old[name] is new[name] for name in new)
-        return old if same else new
 
     def make_slot(self, param: torch.Tensor, state: State, key: tuple[Any, ...]) -> Slot:
         """Make the views that the kernels use.

@@ -263,11 +263,17 @@ def test_what_does_not_fit_is_refused_and_nothing_changes(monkeypatch):
 
     monkeypatch.setattr(memory, "host_budget", lambda *a, **k: dataclasses.replace(real, available_bytes=100))
     model = toy()
+    before = {name: p.clone() for name, p in model.named_parameters()}
     with pytest.raises(MemoryError, match="trained parameters") as caught:
-        trainstream.wrap(model)
+        trainstream.wrap(model, disk_budget=1000)
     assert isinstance(caught.value, DoesNotFitError)
     assert "_trainstream_session" not in model.__dict__
-    trainstream.wrap(model, check_memory=False)
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+    model, _ = trainstream.wrap(model, check_memory=False, disk_budget=1000)
+    trainstream.unwrap(model)
+    # With a disk, what RAM has no room for goes there.
+    model, _ = trainstream.wrap(model)
+    assert len(model._trainstream_session.plan.paged) == 4
 
 
 def test_nothing_to_train():

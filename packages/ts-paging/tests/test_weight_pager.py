@@ -385,9 +385,11 @@ def test_detach_gives_ordinary_parameters_back():
     assert_equal_runs(host(build()), one, False, "cpu")
 
 
-def test_gradient_buffers_are_used_again_unless_somebody_holds_them():
-    model = host(build())
-    page(model, "cpu")
+@pytest.mark.parametrize("in_files", [False, True])
+def test_gradient_buffers_are_used_again_unless_somebody_holds_them(in_files):
+    files = FileTensors() if in_files else None
+    model = host(build(), files)
+    page(model, "cpu", files=files)
     one(model, batch("cpu"))
     first = model.embed.weight.grad.data_ptr()
     model.zero_grad(set_to_none=True)
@@ -399,6 +401,13 @@ def test_gradient_buffers_are_used_again_unless_somebody_holds_them():
     one(model, batch("cpu", 3))
     assert model.embed.weight.grad.data_ptr() != held.data_ptr()
     assert torch.equal(held, copy_of)
+    if files is not None:
+        used = files.used_bytes
+        for step in range(3):
+            model.zero_grad(set_to_none=True)
+            one(model, batch("cpu", step))
+        assert files.used_bytes == used
+        files.close()
 
 
 def test_a_storage_is_parked_once_for_all_its_views_and_again_when_it_changed():

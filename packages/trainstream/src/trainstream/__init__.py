@@ -6,10 +6,12 @@ Example:
 
 from importlib.metadata import version
 
+from trainstream import _session
 from trainstream._report import memory_report
 from trainstream._wrap import unwrap, wrap
 from ts_core.blocks import find_blocks
 from ts_core.errors import TrainStreamError
+from ts_core.usage import host_usage
 from ts_fused import causal_lm_loss, chunked_cross_entropy, rms_norm
 from ts_optim import OffloadAdamW
 from ts_quant import QuantizedTensor, dequantize, quantize, quantize_model
@@ -31,3 +33,5 @@ __all__ = [
     "unwrap",
     "wrap",
 ]
+
+_session.baseline_bytes = host_usage().used_bytes

@@ -201,9 +201,12 @@ class WrapOptions:
             raise OptionError(
                 f"option disk_offload: expected None or a directory, given {self.disk_offload!r}"
             )
-        for name in ("max_inflight_bytes", "vram_budget", "ram_budget", "disk_budget"):
+        if self.max_inflight_bytes is not None:
+            size = _bytes("max_inflight_bytes", self.max_inflight_bytes)
+            options.not_yet("max_inflight_bytes", size, (None,))
+        for name in ("vram_budget", "ram_budget", "disk_budget"):
             if getattr(self, name) is not None:
-                options.not_yet(name, _bytes(name, getattr(self, name)), (None,))
+                setattr(self, name, _bytes(name, getattr(self, name)))
         if self.device is not None:
             self.device = self._device(self.device)
         if self.blocks is not None and (
@@ -262,14 +265,19 @@ class WrapOptions:
 
     def _check_environment(self) -> None:
         for variable, option in _BUDGET_VARIABLES.items():
-            if os.environ.get(variable):
-                raise OptionError(
-                    f"environment variable {variable}: option {option} is not available in this release"
-                )
+            text = os.environ.get(variable)
+            if text and getattr(self, option) is None:
+                setattr(self, option, _bytes(f"{option} (environment variable {variable})", text))
 
-    def notes(self) -> list[str]:
-        """Return one line for each ``"auto"`` that this release decides by having a single choice."""
+    def notes(self, *, adapts: bool = False) -> list[str]:
+        """Return one line for each ``"auto"`` that is not decided elsewhere.
+
+        Args:
+            adapts: Placement and activations are decided by measurement.
+        """
         lines = []
+        if adapts:
+            lines.append("param_offload, activation_offload, recompute: by measurement of the first steps")
         if self.offload == "auto":
             lines.append(
                 "offload=auto: optimizer state stays where the placement rule puts it (no takeover yet)"
@@ -277,16 +285,17 @@ class WrapOptions:
         if self.outliers:
             lines.append(f"outliers={self.outliers:g} ignored: it applies to nvfp4 on tensor cores only")
         if self.prefer == "speed":
-            lines.append("prefer=speed: nothing streams unless asked, so no codec was changed")
+            lines.append("prefer=speed: a codec is taken before anything streams")
         for name, choice in (
             ("activation_offload", "saved activations stay on the device"),
-            ("param_offload", "weights stay on the device"),
+            ("param_offload", "weights stay on the device, which has room for them"),
             ("recompute", "no block recomputes"),
             ("attention", "torch's own order of backends"),
             ("kernels", "the model's own modules compute"),
             ("fused_lora", "adapters compute as PEFT does"),
             ("capture", "blocks run eagerly"),
         ):
-            if getattr(self, name) == "auto":
+            measured = adapts and name in ("activation_offload", "param_offload", "recompute")
+            if getattr(self, name) == "auto" and not measured:
                 lines.append(f"{name}=auto: {choice}")
         return lines

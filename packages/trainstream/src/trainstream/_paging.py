@@ -1,9 +1,10 @@
-"""Placement of blocks as the options ask for it: which are paged, and what happens to saved activations."""
+"""Placement of blocks: which are paged to which tier, and what happens to saved activations."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,33 +12,37 @@ import torch
 from torch import Tensor, nn
 
 import ts_paging
+from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from ts_core import registry
 from ts_core.errors import OptionError
+from ts_core.planner import Layout
 from ts_paging.activations import FileActivations, HostActivations
-from ts_paging.files import FileTensors
+from ts_paging.files import FileTensors, locate
 from ts_paging.pager import WeightPager
 from ts_quant import QuantizedTensor
 
-__all__ = ["Placement", "Tier", "paged_parameters", "place_blocks", "start_paging"]
+__all__ = ["Asked", "Tiers", "asked", "start_paging"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Placement:
-    """What the options ask for.
+class Asked:
+    """What the options ask for, block by block.
 
     Attributes:
-        paged: Indices of the blocks whose weights are paged.
-        policy: Activation policy of every block.
+        paged: True, False, or None where the planner decides.
+        policy: ``keep``, ``offload`` or ``recompute``.
+        fallback: Where the policy is automatic, what a block falls back to when room is short; else None.
     """
 
-    paged: frozenset[int]
+    paged: tuple[bool | None, ...]
     policy: tuple[str, ...]
+    fallback: tuple[str | None, ...]
 
     @property
     def hooked(self) -> bool:
-        """Whether any block needs the block runtime."""
-        return bool(self.paged) or set(self.policy) > {"keep"} or self.policy[:1] not in ((), ("keep",))
+        """Whether any policy needs the block runtime."""
+        return any(policy != "keep" for policy in self.policy)
 
 
 def _indices(name: str, value: Any, count: int) -> frozenset[int]:
@@ -55,8 +60,8 @@ def _indices(name: str, value: Any, count: int) -> frozenset[int]:
     return frozenset(index * count // chosen for index in range(chosen))
 
 
-def place_blocks(options: WrapOptions, count: int) -> Placement:
-    """Decide for `count` blocks.
+def asked(options: WrapOptions, count: int, *, cpu: bool = True) -> Asked:
+    """Read the placement options for a stack of `count` blocks.
 
     ``activation_offload=True`` leaves the last block's activations, which backward needs at once. A block
     named by `recompute` recomputes, whatever `activation_offload` says.
@@ -64,76 +69,110 @@ def place_blocks(options: WrapOptions, count: int) -> Placement:
     Raises:
         OptionError: An index that the stack does not have, or paging of a model without blocks.
     """
-    paged = _indices("param_offload", options.param_offload, count)
-    recompute = _indices("recompute", options.recompute, count)
-    offload = _indices("activation_offload", options.activation_offload, count)
-    if options.activation_offload is True:
-        offload -= {count - 1}
     if not count:
         for name in ("param_offload", "recompute", "activation_offload"):
             if getattr(options, name) not in ("auto", False, 0.0, []):
                 raise OptionError(f"option {name}: the model has no stack of blocks; name one with blocks=")
+    recompute = _indices("recompute", options.recompute, count)
+    offload = _indices("activation_offload", options.activation_offload, count)
+    if options.activation_offload is True:
+        offload -= {count - 1}
     policy = tuple(
         "recompute" if index in recompute else "offload" if index in offload else "keep"
         for index in range(count)
     )
-    return Placement(paged, policy)
+    fallback: str | None = None
+    if options.recompute == "auto":
+        fallback = "recompute"
+    elif options.activation_offload == "auto" and not cpu:
+        fallback = "offload"
+    falls = tuple(fallback if p == "keep" and options.activation_offload == "auto" else None for p in policy)
+    chosen = _indices("param_offload", options.param_offload, count)
+    auto = isinstance(options.param_offload, str)
+    paged = tuple(None if auto else index in chosen for index in range(count))
+    return Asked(paged, policy, falls)
 
 
-def paged_parameters(
-    model: nn.Module, blocks: Sequence[nn.Module], placement: Placement
-) -> dict[int, nn.Parameter]:
-    """Return the Parameters to page, by id.
-
-    Trained Parameters beside frozen ones (adapters, norms) stay on the device: they are small, and their
-    optimizer is resident. In a block that is trained as a whole all are paged. A Parameter that is used
-    outside paged blocks too stays.
-    """
-    inside = {id(module) for index in placement.paged for module in blocks[index].modules()}
-    outside = {
-        id(parameter)
-        for module in model.modules()
-        if id(module) not in inside
-        for parameter in module._parameters.values()
-    }
-    chosen: dict[int, nn.Parameter] = {}
-    for index in placement.paged:
-        parameters = list(blocks[index].parameters())
-        adapters = not all(p.requires_grad for p in parameters)
-        for parameter in parameters:
-            plain = type(parameter) is nn.Parameter or isinstance(parameter, QuantizedTensor)
-            if plain and id(parameter) not in outside and not (adapters and parameter.requires_grad):
-                chosen[id(parameter)] = parameter
-    return chosen
-
-
-class Tier:
-    """Where paged weights live: page-locked host memory under a GPU, files under a CPU.
+class Tiers:
+    """Where what leaves the device goes: page-locked host memory under a GPU, and files under both.
 
     Attributes:
-        name: ``host`` or ``disk``.
-        files: The files of the disk tier, else None.
+        name: The tier right below the device: ``host`` or ``disk``.
+        files: The files of the disk tier, made when the first one is needed.
     """
 
-    def __init__(self, device: torch.device, options: WrapOptions) -> None:
-        """Make the tier below `device`; ``disk_offload`` names the directory of files."""
+    def __init__(self, device: torch.device, directory: str | None, budget: int | None) -> None:
+        """Nothing is made yet; `directory` None is a private folder in the system's temporary directory."""
+        self.device = device
         self.name = "host" if device.type == "cuda" else "disk"
-        self.files = FileTensors(options.disk_offload) if self.name == "disk" else None
+        self.directory = directory
+        self.files: FileTensors | None = None
+        self._budget = budget
+        self._on_disk: set[int] = set()
 
-    def store(self, tensor: Tensor) -> Tensor:
-        """Return a tensor with the same bytes in this tier."""
+    @staticmethod
+    def folder(directory: Any) -> str:
+        """Return the directory that files would be made in."""
+        return str(directory) if directory is not None else tempfile.gettempdir()
+
+    def to_disk(self, parameters: Sequence[Tensor]) -> None:
+        """Let these Parameters, their gradients and their optimizer state live in files."""
+        self._on_disk.update(id(p) for p in parameters)
+
+    def to_host(self, parameters: Sequence[Tensor]) -> None:
+        """Let these live in memory from now on."""
+        self._on_disk.difference_update(id(p) for p in parameters)
+
+    def renamed(self, replaced: dict[int, nn.Parameter]) -> None:
+        """Go on with the Parameters that took the place of others."""
+        self._on_disk = {id(replaced[key]) if key in replaced else key for key in self._on_disk}
+
+    def make_files(self) -> FileTensors:
+        """Return the files, making their folder the first time."""
+        if self.files is None:
+            self.files = FileTensors(self.directory, budget=self._budget)
+        return self.files
+
+    def tier_of(self, parameter: Tensor) -> str:
+        """Return ``disk`` or ``host`` for a paged Parameter."""
+        return "disk" if id(parameter) in self._on_disk else "host"
+
+    def store(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
+        """Return a Parameter's value in its tier; one that is in a file already stays there."""
+        value = parameter.detach() if value is None else value
+        return self._store(value, self.tier_of(parameter) == "disk")
+
+    def _store(self, tensor: Tensor, disk: bool) -> Tensor:
         if isinstance(tensor, QuantizedTensor):
-            packed = {key: self.store(part) for key, part in tensor.packed.items()}
+            packed = {key: self._store(part, disk) for key, part in tensor.packed.items()}
             return QuantizedTensor(packed, tensor.codec, tuple(tensor.shape), tensor.dtype, tensor.block_size)
         if not ts_paging.layout.is_dense(tensor):
             tensor = tensor.contiguous()
-        if self.files is not None:
-            return self.files.place(tensor)
+        if disk:
+            if tensor.device.type == "cpu" and locate(tensor) is not None:
+                return tensor
+            return self.make_files().place(tensor.cpu())
+        if self.device.type == "cpu":
+            return tensor.clone()
         raw = registry.host_allocator().empty(tensor.numel() * tensor.element_size())
         host = (
             raw.view(tensor.dtype).as_strided(tensor.size(), tensor.stride()) if raw.numel() else tensor.cpu()
         )
         return host.copy_(tensor)
+
+    def memory_for(self, parameter: Tensor) -> FileTensors | None:
+        """Return the files for what belongs to a Parameter of the disk tier, None for any other."""
+        return self.make_files() if id(parameter) in self._on_disk else None
+
+    def like(self, parameter: Tensor) -> Tensor:
+        """Return memory for a gradient: in a file, or host memory that the device copies to."""
+        if id(parameter) in self._on_disk:
+            return self.make_files().like(parameter)
+        size, stride, dtype = parameter.size(), parameter.stride(), parameter.dtype
+        if self.device.type == "cpu" or not parameter.numel():
+            return torch.empty_strided(size, stride, dtype=dtype)
+        raw = registry.host_allocator().empty(parameter.numel() * dtype.itemsize)
+        return raw.view(dtype).as_strided(size, stride)
 
     def close(self) -> None:
         """Remove the files."""
@@ -141,23 +180,49 @@ class Tier:
             self.files.close()
 
 
+def hooked_edges(
+    model: nn.Module, inventory: Inventory, paged: dict[int, nn.Parameter]
+) -> tuple[list[tuple[str, nn.Module]], list[str]]:
+    """Return (path, module) of what is paged around the stack, and the paths of what computes after it."""
+    edges: list[tuple[str, nn.Module]] = []
+    tail: list[str] = []
+    for unit in inventory.units:
+        if unit.group.kind == "block":
+            continue
+        for name, module in unit.modules:
+            if any(id(p) in paged for p in module._parameters.values()):
+                edges.append((name, module))
+    heads = {
+        name for unit in inventory.units if unit.group.kind in ("norm", "head") for name in unit.group.modules
+    }
+    tail = [name for name, _ in edges if name in heads]
+    return edges, tail
+
+
 def start_paging(
-    blocks: Sequence[tuple[str, nn.Module]],
-    placement: Placement,
+    model: nn.Module,
+    inventory: Inventory,
+    want: Asked,
+    layout: Layout,
     paged: dict[int, nn.Parameter],
-    tier: Tier,
-    device: torch.device,
+    tiers: Tiers,
     options: WrapOptions,
 ) -> WeightPager:
-    """Attach a pager to blocks whose Parameters are in their tier already."""
-    files = tier.files
+    """Attach a pager to a model whose paged Parameters are in their tier already."""
+    offloading = "offload" in want.policy or "offload" in want.fallback
+    cpu = tiers.device.type == "cpu"
+    store = FileActivations(tiers.make_files().store) if cpu and offloading else HostActivations()
     pager = WeightPager(
-        device,
-        slots=min(2, max(len(placement.paged), 1)),
-        gradients=files,
-        activations=FileActivations(files.store) if files is not None else HostActivations(),
+        tiers.device,
+        slots=max(layout.slots, 1),
+        gradients=tiers,
+        activations=store,
         min_offload_bytes=int(options.min_offload_bytes),
         pages=lambda parameter: id(parameter) in paged,
     )
-    pager.attach([(name, block, placement.policy[index]) for index, (name, block) in enumerate(blocks)])
+    blocks = [
+        (unit.group.name, unit.modules[0][1], want.policy[index])
+        for index, unit in enumerate(inventory.blocks)
+    ]
+    pager.attach(blocks, *hooked_edges(model, inventory, paged))
     return pager

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from trainstream._session import Session, session_of
 from ts_core.blocks import parameter_bytes
 from ts_core.errors import StateError
-from ts_paging.files import FileTensors
+from ts_paging.files import locate
 from ts_quant import QuantizedTensor
 
 __all__ = ["memory_report"]
@@ -83,16 +83,16 @@ def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
     tiers = {"device": 0, "peer": 0, "host": 0, "disk": 0}
     model = session.model
     on_cuda = session.plan.device.startswith("cuda")
-    files = session.tier.files if session.tier is not None else None
     for tensor in [*model.parameters(), *model.buffers()]:
         held = [tensor] if tensor.grad is None else [tensor, tensor.grad]
         for each in held:
             place = "host" if on_cuda and each.device.type == "cpu" else "device"
-            if files is not None and _in_files(each, files):
+            if each.device.type == "cpu" and _in_files(each):
                 place = "disk"
             tiers[place] += parameter_bytes(each)
     if "host_state_bytes" in stats:
         tiers["host"] += int(stats["host_state_bytes"])
+        tiers["disk"] += int(stats.get("disk_state_bytes", 0))
         tiers["device"] += int(stats.get("device_state_bytes", 0))
     elif session.optimizer is not None:
         for state in session.optimizer.state.values():
@@ -102,15 +102,16 @@ def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
     return tiers
 
 
-def _in_files(tensor: Tensor, files: FileTensors) -> bool:
+def _in_files(tensor: Tensor) -> bool:
     parts = tensor.packed.values() if isinstance(tensor, QuantizedTensor) else [tensor.detach()]
-    return all(files.key_of(part) is not None for part in parts)
+    return all(locate(part) is not None for part in parts)
 
 
 def _table(session: Session) -> list[dict[str, Any]]:
     parameters = dict(session.model.named_parameters(remove_duplicate=False))
     rows = []
-    runs = {b.name: (b.runs, b.fills) for b in session.pager.blocks} if session.pager is not None else {}
+    hooked = (*session.pager.blocks, *session.pager.edges) if session.pager is not None else ()
+    runs = {b.name: (b.runs, b.fills) for b in hooked}
     for group, plan in zip(session.block_map.groups, session.plan.blocks, strict=True):
         own = [parameters[name] for name in group.parameters if name in parameters]
         rows.append(

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from trainstream._reach import ReachCheck
 from ts_core.blocks import BlockMap
 from ts_core.plan import Plan
 from ts_core.trace import EventLog
@@ -20,12 +21,15 @@ if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
 
     from trainstream._options import WrapOptions
-    from trainstream._paging import Tier
+    from trainstream._paging import Tiers
+    from trainstream._tuner import Tuner
     from ts_paging.pager import WeightPager
 
 __all__ = ["Session", "session_of"]
 
 _HISTORY = 64  # steps whose measurements are kept
+#: Anonymous and shared memory of this process just after ``import trainstream``; budgets count from there.
+baseline_bytes = 0
 
 
 class Session:
@@ -38,10 +42,11 @@ class Session:
         block_map: Which parameters form which block.
         plan: Where every block lives; ``plan.policy[b]`` is block b's activation policy.
         pager: Brings paged weights; None if nothing is paged, offloaded or recomputed.
-        tier: Where paged weights live.
+        tiers: Where paged weights live.
+        tuner: Adapts placement to what was measured; None if everything was decided at `wrap()`.
         events: What happened and what was decided, as lines of text.
         decisions: The lines that decided an ``"auto"`` option.
-        adapting: True while the session still tunes itself; always False in this release.
+        adapting: True while the session still tunes itself.
         history: Measurements of the latest steps: ``step``, ``step_s`` (seconds since the previous step),
             ``device_peak_bytes`` (0 on the CPU) and ``host_peak_bytes`` (peak resident size of the process).
     """
@@ -53,12 +58,14 @@ class Session:
         options: WrapOptions,
         block_map: BlockMap,
         plan: Plan,
-        pager: WeightPager | None = None,
-        tier: Tier | None = None,
+        pager: WeightPager | None,
+        tiers: Tiers,
+        tuner: Tuner | None = None,
     ) -> None:
         """Keep the parts together; `start` begins measuring."""
         self.pager = pager
-        self.tier = tier
+        self.tiers = tiers
+        self.tuner = tuner
         self.model = model
         self.optimizer = optimizer
         self.options = options
@@ -66,11 +73,12 @@ class Session:
         self.plan = plan
         self.events = EventLog()
         self.decisions: list[str] = []
-        self.adapting = False
+        self.adapting = tuner is not None
         self.history: collections.deque[dict[str, float]] = collections.deque(maxlen=_HISTORY)
         self.steps = 0
         self._last: float | None = None
-        self._hook: RemovableHandle | None = None
+        self._hooks: list[RemovableHandle] = []
+        self._reach: ReachCheck | None = None
 
     def decide(self, line: str) -> None:
         """Record how an ``"auto"`` option was decided."""
@@ -80,16 +88,28 @@ class Session:
     def start(self) -> None:
         """Measure every optimizer step from now on."""
         if self.optimizer is not None:
-            self._hook = self.optimizer.register_step_post_hook(self._after_step)
+            self._reach = ReachCheck(self.model, self.optimizer)
+            self._hooks = [
+                self.optimizer.register_step_pre_hook(self._before_step),
+                self.optimizer.register_step_post_hook(self._after_step),
+            ]
+        if self.tuner is not None:
+            self.tuner.start()
 
     def stop(self) -> None:
         """Drain pending work and remove the session's hooks."""
         synchronize = getattr(self.optimizer, "synchronize", None)
         if synchronize is not None:
             synchronize()
-        if self._hook is not None:
-            self._hook.remove()
-            self._hook = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks.clear()
+        if self.tuner is not None:
+            self.tuner.stop()
+
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+        if self._reach is not None:
+            self._reach.before(optimizer)
 
     def _after_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         now = time.perf_counter()
@@ -104,6 +124,11 @@ class Session:
             }
         )
         self._last = now
+        if self.tuner is not None:
+            self.tuner.after_step(self)
+        if self._reach is not None and self._reach.after(optimizer):
+            reach, self._reach = self._reach, None
+            reach.finish()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a wrapped model is a plain model: session, hooks and optimizer stay behind."""

@@ -7,31 +7,31 @@ plain assignment, so a failed `wrap()` leaves model and optimizer as they were.
 
 from __future__ import annotations
 
-import dataclasses
 import weakref
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 import ts_quant
+from trainstream._budget import keep_heap_tight, limits
+from trainstream._decide import Decided, decide, make_plan
+from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
-from trainstream._paging import Placement, Tier, paged_parameters, place_blocks, start_paging
+from trainstream._paging import Asked, Tiers, asked, start_paging
 from trainstream._session import Session, session_of
-from ts_core import memory, registry
-from ts_core.blocks import BlockMap, block_map, find_blocks, parameter_bytes
-from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
-from ts_core.plan import BlockPlan, Numerics, Plan
+from trainstream._staging import bring_back, commit, stage
+from trainstream._tuner import Tuner
+from ts_core import registry
+from ts_core.blocks import block_map, find_blocks
+from ts_core.errors import ArgumentTypeError, OptionError, StateError
+from ts_core.planner import Layout
+from ts_core.usage import release_free_memory
 from ts_optim import OffloadAdamW
-from ts_paging.pager import WeightPager
-from ts_quant.model import quantizable_weights
 
 __all__ = ["unwrap", "wrap"]
-
-_HOST_STATE_BYTES = 12  # per trained element: fp32 master weight and two fp32 moments
 
 
 def wrap(
@@ -78,47 +78,85 @@ def wrap(
     blocks = find_blocks(model, checked.blocks)
     device = _target_device(model, checked)
     _use_fast_copies(device)
-    placement = place_blocks(checked, len(blocks))
-    paged = paged_parameters(model, blocks, placement)
+    want = asked(checked, len(blocks), cpu=device.type == "cpu")
     adopted, how = _adopt(model, optimizer, checked)
-    codec, why = _choose_codec(model, blocks, adopted, device, paged, checked)
-    tier = Tier(device, checked) if placement.hooked else None
-    pager = None
+    inventory = Inventory(model, block_map(model, checked.blocks), blocks)
+    tiers = Tiers(device, checked.disk_offload, checked.disk_budget)
+    bounds = limits(model, optimizer, device, checked, Tiers.folder(checked.disk_offload))
+    decided = decide(model, inventory, blocks, device, adopted, want, bounds, checked)
     undo: list[Callable[[], None]] = []
+    pager = None
     try:
-        staged = _stage(model, blocks, device, codec, checked.quant_block_size, paged, tier)
-        paged = {id(staged.replaced.get(key, p)): staged.replaced.get(key, p) for key, p in paged.items()}
-        undo = _commit(model, adopted, staged)
+        paged = _assign(inventory, decided.layout, tiers)
+        staged = stage(model, decided.packed, device, decided.codec, checked.quant_block_size, paged, tiers)
+        tiers.renamed(staged.replaced)
+        paged = {id(p): p for p in (staged.replaced.get(key, p) for key, p in paged.items())}
+        undo = commit(model, adopted, staged)
         groups = block_map(model, checked.blocks)
-        if tier is not None:
-            names = [group.name for group in groups.blocks]
-            named = list(zip(names, blocks, strict=True))
-            pager = start_paging(named, placement, paged, tier, device, checked)
+        if decided.hooked or paged:
+            inventory = Inventory(model, groups, blocks)
+            pager = start_paging(model, inventory, want, decided.layout, paged, tiers, checked)
+            undo.append(pager.detach)
+        if isinstance(adopted, OffloadAdamW) and paged:
+            adopted.set_memory(tiers.memory_for)
+            adopted.rehouse([p for p in paged.values() if p.requires_grad])
+        tuner = None
+        if decided.adapts and pager is not None:
+            tuner = Tuner(pager, inventory, decided.specs, decided.layout.paged, want, tiers, bounds)
+        if bounds.device_cap is not None:
+            _cap_device(device, bounds.device_cap)
     except BaseException:
         for step in reversed(undo):
             step()
-        if tier is not None:
-            tier.close()
+        tiers.close()
         raise
-    plan = _plan(groups, model, device, codec, adopted, placement, tier, pager, checked)
-    session = Session(model, adopted, checked, groups, plan, pager, tier)
-    session.events.add(f"wrapped: {len(blocks)} blocks, computing on {device}")
-    session.events.add(how)
-    if tier is not None:
-        kept = ", ".join(f"{placement.policy.count(p)} {p}" for p in ("keep", "offload", "recompute"))
-        paging = f"{len(placement.paged)} blocks from {tier.name} through {plan.slots} slots"
-        session.events.add(f"paging: {paging}; activations: {kept}")
-    if why:
-        session.decide(why)
-    if checked.quantize not in ("auto", "none"):
-        packed = sum(isinstance(p, ts_quant.QuantizedTensor) for p in model.parameters())
-        none = "" if packed else ": no block holds a frozen weight of two or more dimensions"
-        session.events.add(f"quantize={checked.quantize}: {packed} weights are packed{none}")
-    for line in checked.notes():
+    del undo, staged
+    if device.type == "cpu" and (paged or bounds.cap is not None):
+        keep_heap_tight()
+        release_free_memory()
+    plan = make_plan(groups, model, device, decided, adopted, want, pager, bounds, checked)
+    session = Session(model, adopted, checked, groups, plan, pager, tiers, tuner)
+    for line in _story(session, how, decided, want, len(blocks)):
+        session.events.add(line)
+    for line in [*decided.why, *checked.notes(adapts=decided.adapts)]:
         session.decide(line)
     model.__dict__["_trainstream_session"] = session
     session.start()
     return model, adopted
+
+
+def _assign(inventory: Inventory, layout: Layout, tiers: Tiers) -> dict[int, nn.Parameter]:
+    """Tell the tiers which Parameters go to the disk; return all that are paged."""
+    paged = inventory.paged(layout.paged)
+    for index, tier in enumerate(layout.tiers):
+        if tier == "disk":
+            tiers.to_disk([p for p in inventory.units[index].pageable if id(p) in paged])
+    return paged
+
+
+def _cap_device(device: torch.device, cap: int | None) -> None:
+    """Let PyTorch reserve no more than this on a GPU; None lifts the limit."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(cap / total, 1.0), device)
+
+
+def _story(session: Session, how: str, decided: Decided, want: Asked, count: int) -> list[str]:
+    """Say what was done."""
+    plan, options = session.plan, session.options
+    lines = [f"wrapped: {count} blocks, computing on {plan.device}", how]
+    if session.pager is not None:
+        tiers = [row.tier for row in plan.blocks]
+        where = ", ".join(f"{tiers.count(t)} from {t}" for t in ("host", "disk") if t in tiers) or "none"
+        kept = ", ".join(f"{plan.policy.count(p)} {p}" for p in ("keep", "offload", "recompute"))
+        lines.append(f"paging: {where}, through {plan.slots} slots; activations: {kept}")
+    if decided.adapts:
+        lines.append("the first steps are measured; then blocks return and activations stay as room allows")
+    if options.quantize not in ("auto", "none"):
+        packed = sum(isinstance(p, ts_quant.QuantizedTensor) for p in session.model.parameters())
+        none = "" if packed else ": no block holds a frozen weight of two or more dimensions"
+        lines.append(f"quantize={options.quantize}: {packed} weights are packed{none}")
+    return lines
 
 
 def unwrap(model: nn.Module) -> nn.Module:
@@ -144,44 +182,20 @@ def unwrap(model: nn.Module) -> nn.Module:
     if session is None:
         raise StateError("unwrap(model): expected a wrapped model")
     session.stop()
+    device = torch.device(session.plan.device)
+    if session.options.vram_budget is not None:
+        _cap_device(device, None)
     if session.pager is not None:
-        paged = [p for block in session.pager.blocks for p in block.parameters]
+        paged = [p for b in (*session.pager.blocks, *session.pager.edges) for p in b.parameters]
         session.pager.detach()
-        _bring_back(model, session.optimizer, {id(p): p for p in paged}, torch.device(session.plan.device))
-    if session.tier is not None:
-        session.tier.close()
+        session.tiers.to_host(paged)
+        bring_back(model, session.optimizer, {id(p): p for p in paged}, device)
+        if isinstance(session.optimizer, OffloadAdamW):
+            session.optimizer.rehouse([p for p in paged if p.requires_grad])
+            session.optimizer.set_memory(None)
+    session.tiers.close()
     del model.__dict__["_trainstream_session"]
     return model
-
-
-def _bring_back(
-    model: nn.Module, optimizer: Optimizer | None, paged: dict[int, nn.Parameter], device: torch.device
-) -> None:
-    """Move paged weights out of their tier, to the device, or to RAM where it has no room."""
-    staged = _Staged()
-    for key, parameter in paged.items():
-        value: Any = parameter.detach()
-        grad = parameter.grad
-        try:
-            value = _copied(value, device)
-            grad = None if grad is None else grad.to(device, copy=True)
-        except torch.OutOfMemoryError:
-            value = _copied(value, torch.device("cpu"))
-            grad = None if grad is None else grad.cpu()
-        if isinstance(value, ts_quant.QuantizedTensor):
-            staged.replaced[key] = nn.Parameter(value, requires_grad=False)
-        else:
-            staged.data.append((parameter, value, grad))
-    _commit(model, optimizer, staged)
-
-
-def _copied(value: Tensor, device: torch.device) -> Tensor:
-    """Copy to `device` even if it is there: a mapped file must not stay behind."""
-    if isinstance(value, ts_quant.QuantizedTensor):
-        packed = {key: part.to(device, copy=True) for key, part in value.packed.items()}
-        shape = tuple(value.shape)
-        return ts_quant.QuantizedTensor(packed, value.codec, shape, value.dtype, value.block_size)
-    return value.to(device, copy=True)
 
 
 def _target_device(model: nn.Module, options: WrapOptions) -> torch.device:
@@ -284,182 +298,3 @@ def _take_over(optimizer: Optimizer, settings: dict[str, Any]) -> OffloadAdamW:
 
     taken.register_step_post_hook(stepped)
     return taken
-
-
-def _frozen(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
-    return [weight.parameter for weight in quantizable_weights(model, blocks)]
-
-
-def _choose_codec(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    optimizer: Optimizer | None,
-    device: torch.device,
-    paged: dict[int, nn.Parameter],
-    options: WrapOptions,
-) -> tuple[str, str]:
-    """Return the codec of frozen block weights and the line that says why, or raise if nothing fits."""
-    wanted = str(options.quantize)
-    codecs = ["none", "int8", "nf4"] if wanted == "auto" else [wanted]
-    if device.type != "cuda":
-        # The weights are in RAM already; what is added is optimizer state.
-        if options.check_memory:
-            _check_host(optimizer)
-        return codecs[0], "quantize=auto: none, the weights are in RAM already" if wanted == "auto" else ""
-    staying = [t for t in [*model.parameters(), *model.buffers()] if id(t) not in paged]
-    resident = sum(parameter_bytes(t) for t in staying if t.device != device)
-    frozen = [p for p in _frozen(model, blocks) if p.device != device and id(p) not in paged]
-    budget = memory.device_budget(device)
-    room = int(budget.available_bytes * (1 - options.vram_headroom))
-    needs = {}
-    for codec in codecs:
-        packed = sum(_packed_bytes(p, codec, options.quant_block_size) - parameter_bytes(p) for p in frozen)
-        needs[codec] = resident + packed
-        if needs[codec] <= room or not options.check_memory:
-            if options.check_memory:
-                _check_host(optimizer)
-            if wanted != "auto":
-                return codec, ""
-            sizes = f"{memory.format_bytes(needs[codec])} of {memory.format_bytes(room)}"
-            return codec, f"quantize=auto: {codec}, weights need {sizes}"
-    listed = ", ".join(f"{codec} {memory.format_bytes(size)}" for codec, size in needs.items())
-    raise DoesNotFitError(
-        f"wrap(model): weights need {listed}; {device} has room for {memory.format_bytes(room)} "
-        f"({options.vram_headroom:.0%} headroom). Use a smaller model, quantize='nf4' or a larger card"
-    )
-
-
-def _packed_bytes(parameter: Tensor, codec: str, block_size: int) -> int:
-    if codec == "none":
-        return parameter_bytes(parameter)
-    return int(registry.codec(codec).packed_bytes(parameter.numel(), block_size))
-
-
-def _check_host(optimizer: Optimizer | None) -> None:
-    if not isinstance(optimizer, OffloadAdamW):
-        return
-    trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
-    need = sum(p.numel() * _HOST_STATE_BYTES for p in trained)
-    # An fp32 parameter in RAM is its own master weight.
-    need -= sum(p.numel() * 4 for p in trained if p.dtype == torch.float32 and p.device.type == "cpu")
-    room = memory.host_budget().available_bytes
-    if need > room:
-        raise DoesNotFitError(
-            f"wrap(model): optimizer state of {sum(p.numel() for p in trained):,} trained parameters needs "
-            f"{memory.format_bytes(need)} of RAM, {memory.format_bytes(room)} are available. Train fewer "
-            "parameters (LoRA), or pass check_memory=False to try all the same"
-        )
-
-
-@dataclasses.dataclass
-class _Staged:
-    """New values of a model's tensors, made beside the old ones.
-
-    Attributes:
-        data: Triples (tensor of the model, its value and its gradient on the target device).
-        replaced: id of a Parameter -> the Parameter that takes its place, where the kind of tensor changes.
-    """
-
-    data: list[tuple[Tensor, Tensor, Tensor | None]] = dataclasses.field(default_factory=list)
-    replaced: dict[int, nn.Parameter] = dataclasses.field(default_factory=dict)
-
-
-def _stage(
-    model: nn.Module,
-    blocks: Sequence[nn.Module],
-    device: torch.device,
-    codec: str,
-    block_size: int,
-    paged: dict[int, nn.Parameter],
-    tier: Tier | None,
-) -> _Staged:
-    staged = _Staged()
-    quantized = {id(p) for p in _frozen(model, blocks)} if codec != "none" else set()
-    for tensor in [*model.parameters(), *model.buffers()]:
-        value = tensor.detach()
-        if id(tensor) in quantized:
-            value = ts_quant.quantize(value.to(device), codec, block_size=block_size)
-            value = tier.store(value) if tier is not None and id(tensor) in paged else value
-            staged.replaced[id(tensor)] = nn.Parameter(value, requires_grad=False)
-        elif tier is not None and id(tensor) in paged:
-            if isinstance(value, ts_quant.QuantizedTensor):
-                staged.replaced[id(tensor)] = nn.Parameter(tier.store(value), requires_grad=False)
-            else:
-                grad = None if tensor.grad is None else tensor.grad.cpu()
-                staged.data.append((tensor, tier.store(value), grad))
-        elif tensor.device != device and isinstance(value, ts_quant.QuantizedTensor):
-            staged.replaced[id(tensor)] = nn.Parameter(value.to(device), requires_grad=False)
-        elif tensor.device != device:
-            grad = None if tensor.grad is None else tensor.grad.to(device)
-            staged.data.append((tensor, value.to(device), grad))
-    return staged
-
-
-def _exchange(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
-    tensor.grad = None
-    tensor.data = value
-    tensor.grad = grad
-
-
-def _commit(model: nn.Module, optimizer: Optimizer | None, staged: _Staged) -> list[Callable[[], None]]:
-    """Put the staged values in place; return what takes each of them back, in order."""
-    undo: list[Callable[[], None]] = []
-    for tensor, value, grad in staged.data:
-        undo.append(partial(_exchange, tensor, tensor.data, tensor.grad))
-        _exchange(tensor, value, grad)
-    places: list[Any] = [module._parameters for module in model.modules()]
-    # A frozen weight may be listed in the optimizer: left there, the original would never be freed.
-    places += [dict(enumerate(group["params"])) for group in optimizer.param_groups] if optimizer else []
-    for place in places:
-        for key, parameter in place.items():
-            if id(parameter) in staged.replaced:
-                undo.append(partial(place.__setitem__, key, parameter))
-                place[key] = staged.replaced[id(parameter)]
-    if optimizer is not None:
-        for group, params in zip(optimizer.param_groups, places[-len(optimizer.param_groups) :], strict=True):
-            undo.append(partial(group.__setitem__, "params", group["params"]))
-            group["params"] = list(params.values())
-    return undo
-
-
-def _plan(
-    groups: BlockMap,
-    model: nn.Module,
-    device: torch.device,
-    codec: str,
-    optimizer: Optimizer | None,
-    placement: Placement,
-    tier: Tier | None,
-    pager: WeightPager | None,
-    options: WrapOptions,
-) -> Plan:
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    rows = []
-    index = -1
-    for group in groups.groups:
-        block = group.kind == "block"
-        index += block
-        own = [parameters[name] for name in group.parameters if name in parameters]
-        codecs = {p.codec for p in own if isinstance(p, ts_quant.QuantizedTensor)}
-        rows.append(
-            BlockPlan(
-                name=group.name,
-                kind=group.kind,
-                tier=tier.name if tier is not None and block and index in placement.paged else "device",
-                policy=placement.policy[index] if block else "keep",
-                codec=codecs.pop() if len(codecs) == 1 else "mixed" if codecs else "none",
-                bytes=sum(parameter_bytes(p) for p in own),
-            )
-        )
-    used = {row.codec for row in rows} - {"none"}
-    return Plan(
-        device=str(device),
-        blocks=tuple(rows),
-        numerics=Numerics(
-            quantize=used.pop() if len(used) == 1 else "mixed" if used else codec,
-            quant_block_size=options.quant_block_size,
-            moment_dtype=options.moment_dtype,
-        ),
-        optimizer="cpu" if isinstance(optimizer, OffloadAdamW) else "none",
-        slots=len(pager.slots) if pager is not None else 0,
-    )

@@ -12,6 +12,7 @@ import json
 from typing import Any
 
 from ts_core.errors import CheckpointError
+from ts_core.memory import format_bytes
 
 __all__ = ["BlockPlan", "Numerics", "Plan"]
 
@@ -37,6 +38,10 @@ class BlockPlan:
     codec: str = "none"
     policy: str = "keep"
     bytes: int = 0
+
+
+def _alike(block: BlockPlan) -> tuple[str, str, str, str, int]:
+    return block.kind, block.tier, block.codec, block.policy, block.bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +74,9 @@ class Plan:
         optimizer: Where optimizer state is updated: ``cpu``, ``gpu`` or ``none`` (a foreign optimizer).
         prefetch_depth: Blocks fetched ahead.
         slots: Device slots that serve paged blocks; 0 when none is paged.
+        budgets: Bytes that may be used of ``device``, ``host`` and ``disk``; on a CPU run device and host are
+            the same RAM.
+        predicted: Bytes that the placement takes of each, without activations and temporaries.
 
     Example:
         >>> plan = Plan(device="cpu", blocks=(BlockPlan("layers.0"),))
@@ -82,6 +90,8 @@ class Plan:
     optimizer: str = "cpu"
     prefetch_depth: int = 1
     slots: int = 0
+    budgets: dict[str, int] = dataclasses.field(default_factory=dict)
+    predicted: dict[str, int] = dataclasses.field(default_factory=dict)
 
     @property
     def policy(self) -> tuple[str, ...]:
@@ -92,6 +102,32 @@ class Plan:
     def paged(self) -> tuple[str, ...]:
         """Names of the blocks whose weights do not stay on the device."""
         return tuple(block.name for block in self.blocks if block.tier != "device")
+
+    def table(self) -> str:
+        """Return the plan as a table for people: one line per run of alike blocks, then the totals."""
+        rows = [("group", "kind", "tier", "codec", "activations", "bytes")]
+        run: list[BlockPlan] = []
+        for block in [*self.blocks, None]:
+            if run and (block is None or _alike(run[-1]) != _alike(block)):
+                name = run[0].name if len(run) == 1 else f"{run[0].name} ... {run[-1].name} ({len(run)})"
+                policy = run[0].policy if run[0].kind == "block" else ""
+                size = format_bytes(sum(entry.bytes for entry in run))
+                rows.append((name, run[0].kind, run[0].tier, run[0].codec, policy, size))
+                run = []
+            if block is not None:
+                run.append(block)
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        lines = [
+            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+            for row in rows
+        ]
+        for tier, predicted in self.predicted.items():
+            if predicted:
+                of = f" of {format_bytes(self.budgets[tier])}" if tier in self.budgets else ""
+                lines.append(f"{tier:6} {format_bytes(predicted)}{of} planned")
+        if self.slots:
+            lines.append(f"slots  {self.slots}")
+        return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the plan as JSON-ready data."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -15,6 +15,7 @@ from ts_core.guard import guard, guard_of, release
 from .activations import ActivationStore, HostActivations
 from .block import PagedBlock
 from .files import locate
+from .rows import GatheredRows, gathers
 from .sink import GradientSink, HostMemory
 from .slots import Slot
 
@@ -107,13 +108,17 @@ class WeightPager:
             tail: Names of those that compute after the stack; the others come before it.
         """
         self.blocks = [PagedBlock(self, *block) for block in blocks]
-        self.edges = [PagedBlock(self, name, module, "keep") for name, module in edges]
+        self.edges = [
+            GatheredRows(self, name, module) if gathers(module) else PagedBlock(self, name, module, "keep")
+            for name, module in edges
+        ]
         paged = [block for block in self.blocks if block.parameters]
         count = min(self._count, len(paged))
         sizes = [block.layout.nbytes for block in paged]
         self.slots = [Slot(max(sizes[index::count]), self.device) for index in range(count)]
-        if self.edges:
-            self.slots.append(Slot(max(edge.layout.nbytes for edge in self.edges), self.device))
+        around = [edge for edge in self.edges if not isinstance(edge, GatheredRows)]
+        if around:
+            self.slots.append(Slot(max(edge.layout.nbytes for edge in around), self.device))
         # What is used first is updated first; a tied weight is due when the first of its modules computes.
         ranks = {id(edge): len(self.blocks) if edge.name in tail else -1 for edge in self.edges}
         ranks.update({id(block): index for index, block in enumerate(self.blocks)})
@@ -125,7 +130,44 @@ class WeightPager:
         for block in self.blocks:
             block.attach(places.get(id(block)))
         for edge in self.edges:
-            edge.attach(self.slots[-1])
+            edge.attach(None if isinstance(edge, GatheredRows) else self.slots[-1])
+
+    def unpage(self, names: Iterable[str], move: Callable[[nn.Parameter], None]) -> None:
+        """Stop paging some modules; between two steps.
+
+        A graph that is still held keeps working: what it saved asks for the same slot as before.
+
+        Args:
+            names: Of blocks and edges; modules that share a Parameter go together.
+            move: Called with each of their Parameters once, an ordinary one again: puts its value where it
+                shall live from now on.
+        """
+        leaving = set(names)
+        going = [block for block in [*self.blocks, *self.edges] if block.name in leaving]
+        staying = [block for block in [*self.blocks, *self.edges] if block.name not in leaving]
+        held = {id(parameter) for block in staying for parameter in block.parameters}
+        parameters = {id(p): p for block in going for p in block.parameters if id(p) not in held}
+        for block in going:
+            if block.slot is not None:
+                self._finish(block.slot)
+            block.detach()
+        for parameter in parameters.values():
+            release(parameter)
+            self.sink.forget(parameter)
+            move(parameter)
+        self.edges = [edge for edge in self.edges if edge.name not in leaving]
+        pages, self.pages = self.pages, lambda parameter: False
+        for index, block in enumerate(self.blocks):
+            if block.name in leaving:
+                bare = PagedBlock(self, block.name, block.module, block.policy)
+                bare.runs, bare.fills = block.runs, block.fills
+                bare.attach(None)
+                self.blocks[index] = bare
+        self.pages = lambda parameter: id(parameter) not in parameters and pages(parameter)
+        self._next.clear()
+        self._last = None
+        used = {id(block.slot) for block in [*self.blocks, *self.edges] if block.slot is not None}
+        self.slots = [slot for slot in self.slots if id(slot) in used]
 
     def detach(self) -> None:
         """Stop paging; the Parameters are ordinary tensors with the true values, where these live."""

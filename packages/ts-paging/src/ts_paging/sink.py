@@ -55,7 +55,8 @@ class GradientSink:
         self._task = -1
         # The engine has a thread per device: a penalty on host Parameters runs beside the CUDA backward.
         self._lock = threading.Lock()
-        self._spare: dict[int, list[Tensor]] = {}
+        # With each buffer, how many hold its memory when nobody else does: a view has a base that does, too.
+        self._spare: dict[int, list[tuple[Tensor, int]]] = {}
         self.d2h_bytes = 0
 
     def divert(self, parameter: nn.Parameter, grad: Tensor) -> None:
@@ -108,12 +109,12 @@ class GradientSink:
     def _buffer(self, parameter: nn.Parameter) -> Tensor:
         """Return a buffer that nobody else holds: one that was ``p.grad`` before, or a new one."""
         spare = self._spare.setdefault(id(parameter), [])
-        for tensor in spare:
-            # Two holders: our tensor object and the storage wrapper that asks.
-            if _holders(tensor) <= 2 and not self._landing(parameter, tensor):
+        for tensor, alone in spare:
+            if _holders(tensor) <= alone and not self._landing(parameter, tensor):
                 return tensor
-        spare.append(self._memory.like(parameter))
-        return spare[-1]
+        tensor = self._memory.like(parameter)
+        spare.append((tensor, _holders(tensor)))
+        return tensor
 
     def _landing(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
         parts = self._parts.get(id(parameter))

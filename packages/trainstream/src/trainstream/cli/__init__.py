@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from ts_core.errors import OptionError, TrainStreamError
+from ts_core.errors import TrainStreamError
 
 __all__ = ["app", "main"]
 
@@ -47,13 +47,14 @@ def finetune(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object per event on stdout.")] = False,
     ram: Annotated[
-        str | None, typer.Option("--ram", help="RAM budget, e.g. 8GiB; not available in this release.")
+        str | None, typer.Option("--ram", help="RAM to use at most, such as 8GiB (the key ram).")
     ] = None,
     vram: Annotated[
-        str | None, typer.Option("--vram", help="VRAM budget; not available in this release.")
+        str | None, typer.Option("--vram", help="GPU memory to use at most (the key vram).")
     ] = None,
     disk: Annotated[
-        str | None, typer.Option("--disk", help="Disk budget; not available in this release.")
+        str | None,
+        typer.Option("--disk", help="Disk space to use at most for what is beyond (the key disk)."),
     ] = None,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
     keys: Annotated[bool, typer.Option("--keys", help="List the keys with their defaults and exit.")] = False,
@@ -72,10 +73,9 @@ def finetune(
         return
     console = Console(as_json)
     try:
-        settings, explicit = from_words(words or [])
-        for flag, size in {"--ram": ram, "--vram": vram, "--disk": disk}.items():
-            if size is not None:
-                raise OptionError(f"{flag} {size} is not available in this release; leave it out")
+        budgets = {"ram": ram, "vram": vram, "disk": disk}
+        given = [f"{name}={size}" for name, size in budgets.items() if size is not None]
+        settings, explicit = from_words([*(words or []), *given])
         # Checked before the heavy imports: a typing mistake should be answered at once.
         from trainstream.cli.finetune import run
 

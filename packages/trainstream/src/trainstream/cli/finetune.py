@@ -18,14 +18,17 @@ import torch
 
 import trainstream
 from trainstream import _folders
-from trainstream._session import host_peak_bytes
+from trainstream._budget import host_used
+from trainstream._session import Session, host_peak_bytes
 from trainstream.cli import loop, models, output, storage
-from trainstream.cli.console import Console
+from trainstream.cli.console import Console, tiers_text
 from trainstream.cli.data import load_data, read_sources, spread
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import FIXED_ON_RESUME, Settings, changed, merge
+from trainstream.integrations._plan_file import read_plan, write_plan
 from ts_core.errors import CheckpointError, OptionError
 from ts_core.memory import format_bytes
+from ts_core.usage import PeakSampler
 from ts_hf.tokens import Rows
 
 __all__ = ["run"]
@@ -40,6 +43,9 @@ _OWN_KEYS = {
     "quantize": "quantize",
     "device": "device",
     "blocks": "model",
+    "ram_budget": "ram",
+    "vram_budget": "vram",
+    "disk_budget": "disk",
 }
 
 
@@ -68,8 +74,8 @@ def run(settings: Settings, explicit: dict[str, Any], console: Console) -> int:
     with output.claim(folder, resuming=checkpoint is not None):
         if settings.export_decoded_base:
             models.check_replaceable(Path(settings.export_decoded_base).expanduser())
-        with _quiet_libraries():
-            return _Run(settings, checkpoint, console, folder).carry_out()
+        with _quiet_libraries(), PeakSampler(read=host_used) as sampler:
+            return _Run(settings, checkpoint, console, folder, sampler).carry_out()
 
 
 def _default_folder(settings: Settings) -> Path:
@@ -133,9 +139,15 @@ class _Run:
     """The state of one command, from the settings to the result."""
 
     def __init__(
-        self, settings: Settings, checkpoint: storage.Checkpoint | None, console: Console, folder: Path
+        self,
+        settings: Settings,
+        checkpoint: storage.Checkpoint | None,
+        console: Console,
+        folder: Path,
+        sampler: PeakSampler,
     ) -> None:
         self.settings = settings
+        self.sampler = sampler
         self.checkpoint = checkpoint
         self.console = console
         self.output_dir = folder
@@ -196,7 +208,10 @@ class _Run:
             model = models.add_adapters(model, settings, self.base_path)
         if self.checkpoint and settings.method == "lora":
             models.load_adapter(model, self.checkpoint.folder)
-        self.model, self.optimizer, self.scheduler = loop.make_optimizer(model, settings, self.total_steps)
+        plan = read_plan(self.checkpoint.folder) if self.checkpoint else None
+        self.model, self.optimizer, self.scheduler = loop.make_optimizer(
+            model, settings, self.total_steps, self.device, plan
+        )
         self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         if self.checkpoint:
             self._restore(self.checkpoint)
@@ -229,6 +244,8 @@ class _Run:
             total_steps=self.total_steps,
             output_dir=str(self.output_dir),
         )
+        plan = self.session.plan
+        console.event("plan", adapting=self.session.adapting, **plan.to_dict())
         console.note(
             f"model: {self.base.name}, {of_base / 1e6:.1f} M parameters, base {codec}, {self.device}"
         )
@@ -239,6 +256,15 @@ class _Run:
             f"{rows} x {settings.max_length} tokens"
             + (f", from step {self.progress.step}" if self.progress.step else "")
         )
+        if plan.paged or settings.ram or settings.vram or settings.disk:
+            rest = " (the first steps are measured, then blocks return as room allows)"
+            console.note(f"plan:{rest if self.session.adapting else ''}\n{plan.table()}")
+
+    @property
+    def session(self) -> Session:
+        """The session of the wrapped model."""
+        session: Session = self.model._trainstream_session
+        return session
 
     def _count_steps(self, saved: dict[str, Any]) -> int:
         settings = self.settings
@@ -343,6 +369,7 @@ class _Run:
 
         def write(staging: Path) -> None:
             models.save_weights(self.model, staging)
+            write_plan(staging, self.session, loss_chunk_size=self.settings.loss_chunk_size)
             storage.write_state(staging, data, state)
 
         # An attempt that fails leaves nothing, and the checkpoints before it as they were.
@@ -390,6 +417,7 @@ class _Run:
     def _finish(self, result: dict[str, Any]) -> None:
         progress, console = self.progress, self.console
         vram = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else 0
+        report = trainstream.memory_report(self.model)
         summary = {
             "loss_before": self.loss_before,
             "loss_after": self.loss_after,
@@ -402,9 +430,14 @@ class _Run:
             "tokens": progress.tokens,
             "tokens_per_s": progress.tokens_per_s,
             "peak_ram_bytes": host_peak_bytes(),
+            "peak_ram_used_bytes": self.sampler.peak_bytes,
+            "ram_budget_bytes": self.session.options.ram_budget,
             "peak_vram_bytes": vram,
             "trained_parameters": sum(p.numel() for p in self.model.parameters() if p.requires_grad),
             "seconds": time.perf_counter() - self.started,
+            "tiers": report["tiers"],
+            "moved": report["moved"],
+            "paged_groups": len(self.session.plan.paged),
             **result,
         }
         path = self.output_dir / output.RESULT_FILE
@@ -428,9 +461,17 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
         )
     yield f"speed            {summary['tokens_per_s']:.0f} tokens/s, {summary['seconds']:.0f} s in all"
     memory = f"peak memory      {format_bytes(summary['peak_ram_bytes'])} RAM"
+    if summary["ram_budget_bytes"]:
+        used, budget = summary["peak_ram_used_bytes"], summary["ram_budget_bytes"]
+        memory = f"peak memory      {format_bytes(used)} of {format_bytes(budget)} RAM"
     yield memory + (
         f", {format_bytes(summary['peak_vram_bytes'])} VRAM" if summary["peak_vram_bytes"] else ""
     )
+    yield f"where            {tiers_text(summary['tiers'])}"
+    if any(summary["moved"].values()):
+        moved = {name.removesuffix("_bytes").replace("_", " "): n for name, n in summary["moved"].items()}
+        paged = f", {summary['paged_groups']} groups paged at the end"
+        yield f"moved            {tiers_text(moved)}{paged}"
     yield f"trained          {summary['trained_parameters']:,} parameters, {summary['steps']} steps"
     yield f"saved            {summary['saved']}"
     path = str(Path(summary["saved"]).resolve())

@@ -23,6 +23,9 @@ from trainstream.cli.console import Console, tiers_text
 from trainstream.cli.data import batch, batch_indices, to_device
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import Settings
+from trainstream.integrations._plan_file import SavedPlan
+from ts_core.errors import DoesNotFitError
+from ts_core.memory import format_bytes
 from ts_hf.tokens import Rows
 
 __all__ = [
@@ -58,11 +61,23 @@ class Progress:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
-def make_optimizer(model: Any, settings: Settings, total_steps: int) -> tuple[Any, Any, Any]:
+def make_optimizer(
+    model: Any, settings: Settings, total_steps: int, device: torch.device, saved: SavedPlan | None = None
+) -> tuple[Any, Any, Any]:
     """Wrap the model: from here on TrainStream keeps the optimizer state and knows where every byte is.
+
+    Args:
+        model: The model, on the device or on the CPU.
+        settings: Optimizer, budgets and `wrap` options are used.
+        total_steps: For the schedule.
+        device: Where the model computes.
+        saved: The plan of the run that is resumed, whose numerics are kept.
 
     Returns:
         The wrapped model, the optimizer to use, and a learning-rate scheduler.
+
+    Raises:
+        DoesNotFitError: A budget is too small; the message has the numbers.
     """
     from transformers import get_scheduler
 
@@ -74,9 +89,19 @@ def make_optimizer(model: Any, settings: Settings, total_steps: int) -> tuple[An
         eps=settings.adam_epsilon,
         weight_decay=settings.weight_decay,
     )
-    model, optimizer = trainstream.wrap(
-        model, adamw, max_grad_norm=settings.max_grad_norm or None, **settings.wrap
-    )
+    budgets = {"ram_budget": settings.ram, "vram_budget": settings.vram, "disk_budget": settings.disk}
+    options: dict[str, Any] = {key: size for key, size in budgets.items() if size is not None}
+    options = {**settings.wrap, **options, "device": device}
+    options = options if saved is None else saved.force(options, model)
+    _check_loss(model, settings, device)
+    try:
+        model, optimizer = trainstream.wrap(
+            model, adamw, max_grad_norm=settings.max_grad_norm or None, **options
+        )
+    except DoesNotFitError as error:
+        raise DoesNotFitError(f"{error}; {_loss_text(model, settings)}") from error
+    if saved is not None:
+        saved.check(model._trainstream_session)
     scheduler = get_scheduler(
         settings.lr_scheduler_type,
         optimizer,
@@ -84,6 +109,29 @@ def make_optimizer(model: Any, settings: Settings, total_steps: int) -> tuple[An
         num_training_steps=total_steps,
     )
     return model, optimizer, scheduler
+
+
+def _loss_bytes(model: Any, settings: Settings) -> int:
+    """Return what the logits of one chunk take, and the gradient of the output head where it is trained."""
+    weight = model.get_output_embeddings().weight
+    tokens = min(settings.loss_chunk_size, settings.per_device_train_batch_size * (settings.max_length - 1))
+    gradient = 4 * weight.numel() if weight.requires_grad else 0
+    return int(tokens * weight.shape[0] * weight.dtype.itemsize + gradient)
+
+
+def _loss_text(model: Any, settings: Settings) -> str:
+    return (
+        f"the loss takes {format_bytes(_loss_bytes(model, settings))} with "
+        f"loss_chunk_size={settings.loss_chunk_size} (a smaller one takes less, but may round otherwise: it "
+        "is yours to choose)"
+    )
+
+
+def _check_loss(model: Any, settings: Settings, device: torch.device) -> None:
+    """Refuse a budget that not even the loss fits in: the chunk size decides bits, so it stays as it is."""
+    name, budget = ("vram", settings.vram) if device.type == "cuda" else ("ram", settings.ram)
+    if budget is not None and _loss_bytes(model, settings) > budget:
+        raise DoesNotFitError(f"option {name}={format_bytes(budget)}: {_loss_text(model, settings)}")
 
 
 def compute_device(model: Any) -> torch.device:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -17,7 +19,7 @@ from trainstream._folders import write_folder
 from trainstream.cli.output import storage_errors
 from trainstream.cli.settings import Settings
 from ts_core.errors import ArgumentError, CheckpointError, DeviceError, OptionError
-from ts_quant import QuantizedTensor
+from ts_paging.files import FileTensors
 
 __all__ = [
     "add_adapters",
@@ -25,7 +27,6 @@ __all__ = [
     "check_replaceable",
     "choose_device",
     "choose_dtype",
-    "decoded_state_dict",
     "load_base",
     "save_decoded_base",
     "save_result",
@@ -115,8 +116,12 @@ def load_base(
         weights: A folder with later weights of the same model (a checkpoint of a full fine-tune).
 
     Returns:
-        The base.
+        The base. With a budget it is on the CPU, in files where RAM is not to hold it; `wrap` brings it to
+        the device as the budgets allow.
     """
+    files = _files_for(settings)
+    if files is not None or settings.vram or os.environ.get("TRAINSTREAM_VRAM"):
+        device = torch.device("cpu")
     builtin = _is_builtin(settings)
     source = str(ts_hf.smollm2_path()) if builtin else settings.model
     codec = settings.quantize or ("nf4" if settings.method == "lora" else "none")
@@ -125,12 +130,27 @@ def load_base(
         quantize=codec,
         dtype=dtype,
         device=device,
+        disk_offload=files,
         trust_remote_code=settings.trust_remote_code,
     )
     tokenizer = ts_hf.load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
     path = Path(source).expanduser()
     folder = None if path.is_file() else str(path.resolve()) if path.is_dir() else source
     return Base(model, tokenizer, base_name(settings), folder)
+
+
+def _files_for(settings: Settings) -> FileTensors | None:
+    """Make the files that hold the base, if RAM or disk have a budget."""
+    given = (
+        settings.ram,
+        settings.disk,
+        os.environ.get("TRAINSTREAM_RAM"),
+        os.environ.get("TRAINSTREAM_DISK"),
+    )
+    if not any(given):
+        return None
+    budget = settings.disk or os.environ.get("TRAINSTREAM_DISK") or None
+    return FileTensors(settings.wrap.get("disk_offload") or tempfile.gettempdir(), budget=budget)
 
 
 def base_name(settings: Settings) -> str:
@@ -182,23 +202,12 @@ def add_adapters(model: Any, settings: Settings, base_path: str) -> Any:
 # --------------------------------------------------------------------------------------------- saving
 
 
-def decoded_state_dict(model: Any) -> dict[str, torch.Tensor]:
-    """Return the weights of the base as plain tensors: packed ones decoded, adapters left out.
-
-    Args:
-        model: A transformers model, or a PEFT model around one.
-
-    Returns:
-        Name (without PEFT's additions) to tensor; plain tensors are the model's own, not copies.
-    """
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
-    state: dict[str, torch.Tensor] = {}
-    for name, tensor in base.state_dict().items():
-        if ".lora_" in name:
-            continue
-        plain = tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-        state[name.replace(".base_layer.", ".")] = plain.detach()
-    return state
+def _base_state_dict(base: Any) -> dict[str, torch.Tensor]:
+    """Return the weights of a base without the adapters that PEFT put into it; nothing is copied."""
+    state: dict[str, torch.Tensor] = base.state_dict(keep_vars=True)
+    return {
+        name.replace(".base_layer.", "."): tensor for name, tensor in state.items() if ".lora_" not in name
+    }
 
 
 def save_decoded_base(model: Any, tokenizer: Any, folder: Path) -> None:
@@ -215,7 +224,7 @@ def save_decoded_base(model: Any, tokenizer: Any, folder: Path) -> None:
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
 
     def write(staging: Path) -> None:
-        base.save_pretrained(staging, state_dict=decoded_state_dict(model))
+        ts_hf.save_model(base, staging, state_dict=_base_state_dict(base))
         tokenizer.save_pretrained(staging)
 
     _write_model(folder, write)
@@ -238,7 +247,7 @@ def save_weights(model: Any, folder: Path) -> None:
         model.save_pretrained(folder, save_embedding_layers=False)
         (folder / "README.md").unlink(missing_ok=True)  # an empty model card
     else:
-        model.save_pretrained(folder)
+        ts_hf.save_model(model, folder)
 
 
 def load_adapter(model: Any, folder: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 import yaml
 
 from ts_core.errors import OptionError
+from ts_core.memory import parse_bytes
 from ts_core.options import boolean, choice, fraction, integer, number
 
 __all__ = ["ALIASES", "FIXED_ON_RESUME", "Settings", "merge", "parse_scalar", "parse_word", "read_config"]
@@ -118,6 +119,13 @@ def _codec(key: str, value: Any) -> str | None:
     return None if value is None else _one_of("nf4", "int8", "none")(key, value)
 
 
+def _size(key: str, value: Any) -> int:
+    size = parse_bytes(_as_number(value), name=key)
+    if size <= 0:
+        raise OptionError(f"option {key}: expected a size above 0, such as 8GiB, given {value!r}")
+    return size
+
+
 def _optional(convert: Callable[[str, Any], Any]) -> Callable[[str, Any], Any]:
     def inner(key: str, value: Any) -> Any:
         blank = value is None or (isinstance(value, str) and value.strip().lower() in _NONE_WORDS)
@@ -186,6 +194,16 @@ class Settings:
         None, _optional(_threads), "CPU threads, at most 4096; default torch's own choice"
     )
     loss_chunk_size: int = _key(1024, _int(1), "tokens whose logits exist at a time")
+    ram: int | None = _key(
+        None,
+        _optional(_size),
+        "RAM to use at most, such as 8GiB; what is beyond it lives in files",
+        "ram_budget",
+    )
+    vram: int | None = _key(
+        None, _optional(_size), "GPU memory to use at most; what is beyond it lives in RAM", "vram_budget"
+    )
+    disk: int | None = _key(None, _optional(_size), "disk space to use at most for that", "disk_budget")
     trust_remote_code: bool = _key(False, _bool, "run model code that comes with a hub model")
     export_decoded_base: str | None = _key(
         None, _optional(_str), "folder for the base exactly as trained on (decoded), loadable by transformers"
@@ -211,8 +229,8 @@ ALIASES = {alias: name for name, entry in _FIELDS.items() for alias in entry.met
 
 # What a resumed run may be told anew; the rest is part of what makes it the same run.
 FIXED_ON_RESUME = frozenset(_FIELDS) - {
-    "device", "eval_batches", "export_decoded_base", "logging_steps", "max_steps", "num_train_epochs",
-    "resume_from_checkpoint", "save_steps", "save_total_limit", "threads", "wrap",
+    "device", "disk", "eval_batches", "export_decoded_base", "logging_steps", "max_steps", "num_train_epochs",
+    "ram", "resume_from_checkpoint", "save_steps", "save_total_limit", "threads", "vram", "wrap",
 }  # fmt: skip
 
 

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 from trainstream._folders import discard_folder, sweep
 from ts_core.errors import CheckpointError
+from ts_hf import save_safetensors
 
 __all__ = [
     "Checkpoint",
@@ -43,7 +44,7 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         state: For example `optimizer.state_dict()`.
 
     Returns:
-        A JSON-serialisable tree, and the tensors it refers to, by name.
+        A JSON-serialisable tree, and the tensors it refers to, by name; they are the state's own.
 
     Raises:
         CheckpointError: The state holds something else, which would need pickle.
@@ -54,14 +55,18 @@ def flatten(state: Any) -> tuple[Any, dict[str, torch.Tensor]]:
         {0: {'step': tensor(3.)}, 'lr': 0.1}
     """
     tensors: dict[str, torch.Tensor] = {}
+    seen: set[int] = set()
 
     def walk(value: Any, path: str) -> Any:
         if isinstance(value, torch.Tensor):
             name = path.strip(".") or "value"
             while name in tensors:
                 name += "_"
-            # A copy, contiguous and alone in its storage: safetensors refuses views of shared memory.
-            tensors[name] = value.detach().to("cpu", copy=True).contiguous()
+            # The state itself, not a copy of it, unless it is in there twice: a file holds no views.
+            plain = value.detach()
+            address = plain.untyped_storage().data_ptr()
+            tensors[name] = plain.clone() if address in seen else plain
+            seen.add(address)
             return {"tensor": name}
         if isinstance(value, dict):
             return {"dict": [[walk(k, path), walk(v, f"{path}.{k}")] for k, v in value.items()]}
@@ -131,7 +136,7 @@ def write_state(folder: Path, data: dict[str, Any], state: Any) -> None:
     The JSON file lists every other file with its size, so that a folder which lost a part is recognised.
     """
     tree, tensors = flatten(state)
-    save_file(tensors, folder / TENSOR_FILE)
+    save_safetensors(tensors, folder / TENSOR_FILE)
     files = {
         str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
     }

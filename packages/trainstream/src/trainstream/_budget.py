@@ -1,0 +1,139 @@
+"""Byte budgets of one wrapped model: what it may use on each tier, and what it uses now."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from trainstream import _session
+from trainstream._options import WrapOptions
+from ts_core import memory
+from ts_core.planner import Budgets
+from ts_core.usage import CONTEXT_BYTES, host_usage, release_free_memory
+from ts_paging.files import locate
+from ts_quant import QuantizedTensor
+
+__all__ = ["Limits", "host_used", "keep_heap_tight", "limits"]
+
+_M_MMAP_THRESHOLD = -3
+_LARGE = 128 << 10  # bytes; glibc's own first value
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What may be used.
+
+    Attributes:
+        budgets: For the planner: bytes for this model and its training.
+        cap: Limit of `used`, or None where nothing was asked for.
+        used: Returns what is in use now on the compute tier, by the measure that `cap` is meant in.
+        room: `cap` less a margin, what the governor plans with.
+        device_cap: Bytes that PyTorch may reserve on the GPU, where ``vram_budget`` was given.
+    """
+
+    budgets: Budgets
+    cap: int | None
+    used: Callable[[], int]
+    room: int
+    device_cap: int | None = None
+
+
+def host_used() -> int:
+    """Return anonymous and shared memory above the value just after ``import trainstream``."""
+    return max(host_usage().used_bytes - _session.baseline_bytes, 0)
+
+
+def keep_heap_tight() -> None:
+    """Let glibc return every large block at once; by itself it learns to keep blocks of up to 32 MiB.
+
+    Kept blocks between tensors that live longer can double what a training step uses. Of no effect elsewhere.
+    """
+    if sys.platform.startswith("linux"):
+        with contextlib.suppress(OSError, AttributeError):
+            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
+
+
+def _host_used_trimmed(cap: int) -> int:
+    used = host_used()
+    if used > cap:
+        release_free_memory(collect=True)
+        used = host_used()
+    return used
+
+
+def _in_ram(tensor: Any) -> int:
+    """Bytes of a CPU tensor that are not in one of our files."""
+    if isinstance(tensor, QuantizedTensor):
+        return sum(_in_ram(part) for part in tensor.packed.values())
+    if tensor.device.type != "cpu" or locate(tensor.detach()) is not None:
+        return 0
+    return int(tensor.numel() * tensor.element_size())
+
+
+def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
+    held = [*model.parameters(), *model.buffers()]
+    held += [t.grad for t in held if t.grad is not None]
+    if optimizer is not None:
+        held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
+    return held
+
+
+def limits(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device, options: WrapOptions, directory: str
+) -> Limits:
+    """Work out the limits from options, environment and what the machine has free now.
+
+    Args:
+        model: As it is before it is wrapped: its own tensors do not count as used by others.
+        optimizer: The optimizer given to `wrap()`; the same holds for its state.
+        device: Where the model computes.
+        options: The budgets and the headroom.
+        directory: Where files would be made.
+    """
+    tensors = _tensors(model, optimizer)
+    own_ram = sum(_in_ram(t) for t in tensors)
+    disk = memory.disk_budget(directory)
+    if options.disk_budget is not None:
+        disk = min(disk, options.disk_budget)
+    others = max(host_used() - own_ram, 0)
+    ram = memory.host_budget().available_bytes + own_ram
+    if options.ram_budget is not None:
+        ram = min(ram, options.ram_budget - others)
+    if device.type == "cpu":
+        cap = options.ram_budget
+        if cap is None:
+            return Limits(Budgets(ram, None, disk), None, host_used, ram)
+        # The heap is never as full as its blocks: a twentieth is left unplanned.
+        room = cap - cap // 20
+        budgets = Budgets(ram - cap // 20, None, disk)
+        return Limits(budgets, cap, lambda: _host_used_trimmed(cap), room)
+    return _device_limits(tensors, device, options, ram, disk)
+
+
+def _device_limits(
+    tensors: list[Tensor], device: torch.device, options: WrapOptions, ram: int, disk: int
+) -> Limits:
+    own = sum(t.numel() * t.element_size() for t in tensors if t.device == device)
+    allocated = torch.cuda.memory_allocated(device)
+    others = max(allocated - own, 0)
+    now = memory.device_budget(device)
+    free = now.available_bytes + now.cached_bytes + own
+    cap = None
+    if options.vram_budget is not None:
+        cap = max(options.vram_budget - CONTEXT_BYTES, 0)
+        free = min(free, cap - others)
+    usable = int(free * (1 - options.vram_headroom))
+
+    def used() -> int:
+        return torch.cuda.memory_allocated(device)
+
+    room = usable + others
+    return Limits(Budgets(usable, ram, disk), cap, used, room, cap)

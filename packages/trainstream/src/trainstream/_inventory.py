@@ -1,0 +1,235 @@
+"""What a model holds, group by group, and what each group takes on every tier."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from ts_core import registry
+from ts_core.blocks import BlockMap, Group, parameter_bytes
+from ts_core.planner import GroupSpec
+from ts_optim import OffloadAdamW
+from ts_optim.placement import place_by_size
+from ts_paging.rows import gathers
+from ts_paging.slots import SlotLayout
+from ts_quant import QuantizedTensor
+
+__all__ = ["Inventory", "Unit", "reserve_for"]
+
+_MOMENTS = 8  # bytes per trained element: two fp32 moments
+_MASTER = 4  # and an fp32 weight where the parameter is not one
+_TOKENS = 2048  # of a micro-batch, where nobody has said how long one is
+
+
+@dataclasses.dataclass
+class Unit:
+    """A group of parameters and the live objects behind it.
+
+    Attributes:
+        group: Names, kind and bytes.
+        modules: (path, module) of what is hooked when it is paged.
+        pageable: Parameters of the group that can leave the device.
+        fixed: The others.
+    """
+
+    group: Group
+    modules: list[tuple[str, nn.Module]] = dataclasses.field(default_factory=list)
+    pageable: list[nn.Parameter] = dataclasses.field(default_factory=list)
+    fixed: list[nn.Parameter] = dataclasses.field(default_factory=list)
+
+
+class Inventory:
+    """All units of a model, in the order of its block map.
+
+    A Parameter can leave the device if every module that holds it directly is part of a block or computes
+    with it in its own forward. Trained Parameters beside frozen ones (adapters, norms) stay: they are small,
+    and have a resident optimizer.
+
+    Attributes:
+        units: One per group of the block map.
+    """
+
+    def __init__(self, model: nn.Module, groups: BlockMap, blocks: Sequence[nn.Module]) -> None:
+        """Look at the model; nothing is changed."""
+        self._model = model
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+        block_of = {id(m): i for i, block in enumerate(blocks) for m in block.modules()}
+        self._names = {id(module): name for name, module in model.named_modules()}
+        self._holders: dict[int, list[nn.Module]] = {}
+        for module in model.modules():
+            for parameter in module._parameters.values():
+                if parameter is not None:
+                    self._holders.setdefault(id(parameter), []).append(module)
+        self._block_of = block_of
+        self.units: list[Unit] = []
+        index = -1
+        for group in groups.groups:
+            unit = Unit(group)
+            own = [parameters[name] for name in group.parameters if name in parameters]
+            if group.kind == "block":
+                index += 1
+                unit.modules = [(group.name, blocks[index])]
+                adapters = not all(p.requires_grad for p in blocks[index].parameters())
+            for parameter in own:
+                stays = group.kind == "block" and adapters and parameter.requires_grad
+                good = not stays and self._can_leave(parameter, group)
+                (unit.pageable if good else unit.fixed).append(parameter)
+            if group.kind != "block":
+                unit.modules = self._edges(unit.pageable)
+            self.units.append(unit)
+
+    def _can_leave(self, parameter: nn.Parameter, group: Group) -> bool:
+        if type(parameter) is not nn.Parameter and not isinstance(parameter, QuantizedTensor):
+            return False
+        holders = self._holders.get(id(parameter), [])
+        inside = [id(module) in self._block_of for module in holders]
+        if group.kind == "block":
+            return all(inside)
+        # Around the stack: a module that computes with its own weight, not one that hands it to others.
+        leaves = all(
+            next(module.children(), None) is None and module is not self._model for module in holders
+        )
+        return group.kind in ("embedding", "norm", "head") and leaves and not any(inside)
+
+    def _edges(self, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Module]]:
+        modules = {id(m): m for p in parameters for m in self._holders[id(p)]}
+        return [(self._names[key], module) for key, module in modules.items()]
+
+    @property
+    def blocks(self) -> list[Unit]:
+        """Units of the stack, in order."""
+        return [unit for unit in self.units if unit.group.kind == "block"]
+
+    def paged(self, indices: frozenset[int]) -> dict[int, nn.Parameter]:
+        """Return the Parameters that leave the device when these units are paged, by id.
+
+        One that a resident block uses too stays.
+        """
+        chosen = [self.units[index] for index in indices]
+        stack = self.blocks
+        resident = {i for i, unit in enumerate(stack) if not any(unit is other for other in chosen)}
+        result = {}
+        for unit in chosen:
+            for parameter in unit.pageable:
+                used_by = {self._block_of.get(id(m), -1) for m in self._holders[id(parameter)]}
+                if not used_by & resident:
+                    result[id(parameter)] = parameter
+        return result
+
+    def specs(
+        self,
+        device: torch.device,
+        optimizer: Optimizer | None,
+        codec: str,
+        block_size: int,
+        packed: frozenset[int],
+    ) -> list[GroupSpec]:
+        """Return what each unit takes.
+
+        Args:
+            device: Where the model computes.
+            optimizer: The optimizer that will be used.
+            codec: Codec of the Parameters in `packed`.
+            block_size: Its values per scale.
+            packed: ids of the frozen Parameters that are going to be packed.
+        """
+        held = _trained_by(optimizer)
+        cpu = device.type == "cpu"
+        ours = isinstance(optimizer, OffloadAdamW)
+        return [self._spec(unit, cpu, ours, held, codec, block_size, packed) for unit in self.units]
+
+    def _spec(
+        self,
+        unit: Unit,
+        cpu: bool,
+        ours: bool,
+        held: frozenset[int],
+        codec: str,
+        block_size: int,
+        packed: frozenset[int],
+    ) -> GroupSpec:
+        def stored(parameter: Tensor) -> int:
+            if id(parameter) in packed and codec != "none":
+                return int(registry.codec(codec).packed_bytes(parameter.numel(), block_size))
+            return parameter_bytes(parameter)
+
+        device = host = paged = scratch = foreign = 0
+        for parameter in unit.pageable:
+            grad, state, on_host = _training_bytes(parameter, held, cpu)
+            device += stored(parameter) + grad + (0 if on_host else state)
+            host += state + grad if on_host else 0
+            # A foreign optimizer keeps its state in RAM wherever the weight is.
+            paged += stored(parameter) + grad + (state if ours else 0)
+            foreign += 0 if ours or on_host else state
+            scratch += grad
+        fixed = sum(stored(p) + sum(_training_bytes(p, held, cpu)[:2]) for p in unit.fixed)
+        device -= foreign
+        around = unit.group.kind != "block" and all(gathers(module) for _, module in unit.modules)
+        slot = 0 if around else SlotLayout([_like(p) for p in unit.pageable]).nbytes
+        return GroupSpec(
+            name=unit.group.name,
+            kind=unit.group.kind,
+            fixed=fixed + foreign,
+            device=device,
+            host=host,
+            paged=paged,
+            slot=slot,
+            scratch=scratch,
+            pageable=bool(unit.pageable),
+        )
+
+
+def _trained_by(optimizer: Optimizer | None) -> frozenset[int]:
+    if optimizer is None:
+        return frozenset()
+    return frozenset(id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
+
+
+def _training_bytes(parameter: Tensor, held: frozenset[int], cpu: bool) -> tuple[int, int, bool]:
+    """Bytes of gradient and optimizer state, and whether the state lives on the host while it is resident."""
+    if not parameter.requires_grad:
+        return 0, 0, False
+    grad = parameter.numel() * parameter.element_size()
+    if id(parameter) not in held:
+        return grad, 0, False
+    on_host = not cpu and place_by_size(parameter) == "host"
+    master = _MASTER if on_host or parameter.dtype in (torch.bfloat16, torch.float16) else 0
+    return grad, parameter.numel() * (_MOMENTS + master), on_host
+
+
+def _like(parameter: Any) -> Tensor:
+    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
+
+
+def reserve_for(inventory: Inventory) -> int:
+    """Estimate activations and temporaries of a step, before any input is known.
+
+    2,048 tokens through the stack with every block recomputed: one hidden state a block, some forty in the
+    block that computes, and two chunks of 1,024 rows of fp32 logits.
+
+    Args:
+        inventory: The model.
+
+    Returns:
+        Bytes; 0 for a model without a stack.
+    """
+    blocks = inventory.blocks
+    matrices = [p for unit in blocks for p in (*unit.pageable, *unit.fixed) if p.dim() == 2]
+    if not matrices:
+        return 0
+    largest = max(matrices, key=lambda p: p.numel())
+    width = min(largest.shape)
+    hidden = _TOKENS * width * max(largest.dtype.itemsize, 2) * (len(blocks) + 40)
+    heads = [
+        p.shape[0]
+        for unit in inventory.units
+        if unit.group.kind != "block"
+        for p in unit.pageable
+        if p.dim() == 2
+    ]
+    return hidden + 2 * (_TOKENS // 2) * max(heads, default=0) * 4

@@ -1,0 +1,164 @@
+"""New values of a model's tensors, made beside the old ones and put in their place at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+import ts_quant
+from trainstream._paging import Tiers
+from ts_paging.files import locate
+from ts_quant.model import quantizable_weights
+
+__all__ = ["Staged", "bring_back", "commit", "frozen_weights", "stage"]
+
+
+def frozen_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
+    """Return the frozen block weights that a codec can hold."""
+    return [weight.parameter for weight in quantizable_weights(model, blocks)]
+
+
+@dataclasses.dataclass
+class Staged:
+    """New values of a model's tensors, made beside the old ones.
+
+    Attributes:
+        data: Triples (tensor of the model, its value and its gradient on the target device).
+        replaced: id of a Parameter -> the Parameter that takes its place, where the kind of tensor changes.
+    """
+
+    data: list[tuple[Tensor, Tensor, Tensor | None]] = dataclasses.field(default_factory=list)
+    replaced: dict[int, nn.Parameter] = dataclasses.field(default_factory=dict)
+
+
+def stage(
+    model: nn.Module,
+    quantized: frozenset[int],
+    device: torch.device,
+    codec: str,
+    block_size: int,
+    paged: dict[int, nn.Parameter],
+    tiers: Tiers,
+) -> Staged:
+    """Make new values for what changes its place or its codec.
+
+    Args:
+        model: The model; not changed.
+        quantized: ids of the Parameters that are packed.
+        device: Where everything goes that is not paged.
+        codec: Codec of `quantized`.
+        block_size: Its values per scale.
+        paged: Parameters that go to their tier, by id.
+        tiers: The tiers.
+
+    Returns:
+        What `commit` puts in place.
+    """
+    staged = Staged()
+    for tensor in [*model.parameters(), *model.buffers()]:
+        value = tensor.detach()
+        here = id(tensor) in paged
+        if id(tensor) in quantized:
+            value = ts_quant.quantize(value.to(device), codec, block_size=block_size)
+            value = tiers.store(tensor, value) if here else value
+            staged.replaced[id(tensor)] = nn.Parameter(value, requires_grad=False)
+        elif here:
+            if isinstance(value, ts_quant.QuantizedTensor):
+                staged.replaced[id(tensor)] = nn.Parameter(tiers.store(tensor), requires_grad=False)
+            else:
+                grad = None if tensor.grad is None else tensor.grad.cpu()
+                staged.data.append((tensor, tiers.store(tensor), grad))
+        elif tensor.device != device or _mapped(value):
+            if isinstance(value, ts_quant.QuantizedTensor):
+                staged.replaced[id(tensor)] = nn.Parameter(_copied(value, device), requires_grad=False)
+            else:
+                grad = None if tensor.grad is None else tensor.grad.to(device)
+                staged.data.append((tensor, _copied(value, device), grad))
+    return staged
+
+
+def _mapped(value: Tensor) -> bool:
+    """Whether a value is in files, wholly or in part: a model that was loaded into them."""
+    parts = value.packed.values() if isinstance(value, ts_quant.QuantizedTensor) else [value]
+    return any(part.device.type == "cpu" and locate(part) is not None for part in parts)
+
+
+def _exchange(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
+    tensor.grad = None
+    tensor.data = value
+    tensor.grad = grad
+
+
+def commit(model: nn.Module, optimizer: Optimizer | None, staged: Staged) -> list[Callable[[], None]]:
+    """Put the staged values in place; return what takes each of them back, in order."""
+    undo: list[Callable[[], None]] = []
+    for tensor, value, grad in staged.data:
+        undo.append(partial(_exchange, tensor, tensor.data, tensor.grad))
+        _exchange(tensor, value, grad)
+    places: list[Any] = [module._parameters for module in model.modules()]
+    # A frozen weight may be listed in the optimizer: left there, the original would never be freed.
+    places += [dict(enumerate(group["params"])) for group in optimizer.param_groups] if optimizer else []
+    for place in places:
+        for key, parameter in place.items():
+            if id(parameter) in staged.replaced:
+                undo.append(partial(place.__setitem__, key, parameter))
+                place[key] = staged.replaced[id(parameter)]
+    if optimizer is not None:
+        for group, params in zip(optimizer.param_groups, places[-len(optimizer.param_groups) :], strict=True):
+            undo.append(partial(group.__setitem__, "params", group["params"]))
+            group["params"] = list(params.values())
+    return undo
+
+
+def bring_back(
+    model: nn.Module, optimizer: Optimizer | None, paged: dict[int, nn.Parameter], device: torch.device
+) -> dict[int, nn.Parameter]:
+    """Move Parameters out of their tier, to the device, or to RAM where it has no room; their files go.
+
+    Args:
+        model: The model that holds them.
+        optimizer: Whose groups may list them.
+        paged: Ordinary Parameters, guarded no more, by id.
+        device: Where they go.
+
+    Returns:
+        The Parameters that took the place of packed ones, by the id of the one before.
+    """
+    staged = Staged()
+    files: list[Tensor] = []
+    for key, parameter in paged.items():
+        value: Any = parameter.detach()
+        grad = parameter.grad
+        files += value.packed.values() if isinstance(value, ts_quant.QuantizedTensor) else [value]
+        files += [] if grad is None else [grad]
+        try:
+            value = _copied(value, device)
+            grad = None if grad is None else grad.to(device, copy=True)
+        except torch.OutOfMemoryError:
+            value = _copied(value, torch.device("cpu"))
+            grad = None if grad is None else grad.cpu()
+        if isinstance(value, ts_quant.QuantizedTensor):
+            staged.replaced[key] = nn.Parameter(value, requires_grad=False)
+        else:
+            staged.data.append((parameter, value, grad))
+    commit(model, optimizer, staged)
+    for tensor in files:
+        place = locate(tensor) if tensor.device.type == "cpu" else None
+        if place is not None:
+            place[0].drop(tensor)
+    return staged.replaced
+
+
+def _copied(value: Tensor, device: torch.device) -> Tensor:
+    """Copy to `device` even if it is there: a mapped file must not stay behind."""
+    if isinstance(value, ts_quant.QuantizedTensor):
+        packed = {key: part.to(device, copy=True) for key, part in value.packed.items()}
+        shape = tuple(value.shape)
+        return ts_quant.QuantizedTensor(packed, value.codec, shape, value.dtype, value.block_size)
+    return value.to(device, copy=True)

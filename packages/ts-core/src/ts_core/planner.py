@@ -1,0 +1,223 @@
+"""The planner: which groups of parameters stay on the device and which are paged, within byte budgets.
+
+A pure function over plain data: nothing here touches a model, a device or a file, and the same function is
+asked before anything is allocated, and again when activations and temporaries have been measured.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+from .errors import ArgumentError, DoesNotFitError
+from .memory import format_bytes
+
+__all__ = ["Budgets", "GroupSpec", "Layout", "least", "place"]
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupSpec:
+    """What one group of parameters (a block, the embedding, the head, ...) takes, in bytes.
+
+    Attributes:
+        name: Path of the group.
+        kind: ``block``, ``embedding``, ``head``, ``norm`` or ``other``.
+        fixed: On the device wherever the group is: adapters and buffers, their gradients and state.
+        device: Beside that on the device while the group is resident.
+        host: On the host while the group is resident (state of its optimizer); 0 on a CPU run.
+        paged: Below the device while it is paged: weights as stored, gradients, optimizer state.
+        slot: Of its decoded weights in a slot; 0 if it is used without one (a frozen embedding).
+        scratch: Transient on the device: the largest set of its gradients before they leave.
+        pageable: Whether it can be paged at all.
+    """
+
+    name: str
+    kind: str = "block"
+    fixed: int = 0
+    device: int = 0
+    host: int = 0
+    paged: int = 0
+    slot: int = 0
+    scratch: int = 0
+    pageable: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Budgets:
+    """Bytes that may be used on each tier; on a CPU run `device` is RAM and `host` is None.
+
+    Attributes:
+        device: Memory that the model computes in.
+        host: RAM under a GPU, or None where there is no such tier.
+        disk: Files.
+    """
+
+    device: int
+    host: int | None
+    disk: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Where every group goes, and what that takes.
+
+    Attributes:
+        tiers: ``device``, ``host`` or ``disk`` of each group, in the order given.
+        slots: Slots that paged blocks share; 0 if none is paged.
+        device_bytes: Predicted on the device, the reserve included.
+        host_bytes: Predicted on the host.
+        disk_bytes: Predicted in files.
+    """
+
+    tiers: tuple[str, ...]
+    slots: int
+    device_bytes: int
+    host_bytes: int
+    disk_bytes: int
+
+    @property
+    def paged(self) -> frozenset[int]:
+        """Indices of the groups that are paged."""
+        return frozenset(index for index, tier in enumerate(self.tiers) if tier != "device")
+
+
+def place(
+    groups: Sequence[GroupSpec],
+    budgets: Budgets,
+    *,
+    reserve: int = 0,
+    forced: Sequence[bool | None] | None = None,
+    slots: int = 2,
+) -> Layout:
+    """Page as few groups as the budgets allow.
+
+    device = sum of fixed + sum of resident + slots x largest slot + one slot of the other groups
+             + largest scratch + reserve
+
+    Blocks are paged before the groups around them, spread evenly over the stack so that each has a resident
+    neighbour to arrive behind. Paged groups fill the host first, in order, then the disk.
+
+    Args:
+        groups: In order of use.
+        budgets: What may be used.
+        reserve: Bytes of the device for activations and temporaries.
+        forced: For each group True (page it), False (keep it) or None (as needed).
+        slots: Slots of the stack; fewer are taken only if nothing fits otherwise.
+
+    Returns:
+        The layout.
+
+    Raises:
+        DoesNotFitError: No layout fits; the message has the bytes of the least one.
+        ArgumentError: `forced` does not match, or asks to page what cannot be.
+
+    Example:
+        >>> blocks = [GroupSpec(f"layers.{i}", device=100, paged=100, slot=100) for i in range(4)]
+        >>> place(blocks, Budgets(device=350, host=None, disk=1000)).tiers
+        ('disk', 'disk', 'disk', 'device')
+    """
+    wanted = list(forced) if forced is not None else [None] * len(groups)
+    if len(wanted) != len(groups):
+        raise ArgumentError(f"[place] forced: expected {len(groups)} entries, given {len(wanted)}")
+    for group, force in zip(groups, wanted, strict=True):
+        if force and not group.pageable:
+            raise ArgumentError(f"[place] forced: {group.name!r} cannot be paged")
+    best = None
+    for count in range(slots, 0, -1):
+        for paged in _choices(groups, wanted):
+            layout = _layout(groups, paged, budgets, count, reserve)
+            if _fits(layout, budgets):
+                return layout
+            best = _nearer(best, layout, budgets)
+    assert best is not None  # there is always a choice: nothing more than what is forced
+    raise DoesNotFitError(_refusal(best, budgets, reserve))
+
+
+def least(groups: Sequence[GroupSpec], *, forced: Sequence[bool | None] | None = None) -> int:
+    """Return the bytes of the device that the smallest layout takes, without any reserve.
+
+    Args:
+        groups: As for `place`.
+        forced: As for `place`.
+
+    Returns:
+        Bytes.
+
+    Example:
+        >>> least([GroupSpec("a", device=100, paged=100, slot=100)] * 4)
+        100
+    """
+    wanted = list(forced) if forced is not None else [None] * len(groups)
+    unlimited = Budgets(1 << 62, None, 1 << 62)
+    return min(_layout(groups, p, unlimited, 1, 0).device_bytes for p in _choices(groups, wanted))
+
+
+def _choices(groups: Sequence[GroupSpec], forced: Sequence[bool | None]) -> list[frozenset[int]]:
+    """List the sets of paged groups to try, fewest bytes first."""
+    always = frozenset(i for i, force in enumerate(forced) if force)
+    free = [i for i, force in enumerate(forced) if force is None and groups[i].pageable]
+    blocks = [i for i in free if groups[i].kind == "block"]
+    edges = sorted((i for i in free if groups[i].kind != "block"), key=lambda i: -groups[i].device)
+    sets = []
+    for count in range(len(blocks) + 1):
+        sets.append(always | {blocks[i * len(blocks) // count] for i in range(count)})
+    for count in range(1, len(edges) + 1):
+        sets.append(always | set(blocks) | set(edges[:count]))
+    # Where blocks are large and the head is small, paging only the edges can be the better way round.
+    sets += [always | set(edges[:count]) for count in range(1, len(edges) + 1) if blocks]
+    return sorted(dict.fromkeys(sets), key=lambda chosen: sum(groups[i].device for i in chosen))
+
+
+def _layout(
+    groups: Sequence[GroupSpec], paged: frozenset[int], budgets: Budgets, slots: int, reserve: int
+) -> Layout:
+    in_slots = [groups[i].slot for i in paged if groups[i].kind == "block"]
+    around = [groups[i].slot for i in paged if groups[i].kind != "block"]
+    used = min(slots, len(in_slots))
+    device = reserve + sum(g.fixed for g in groups) + used * max(in_slots, default=0)
+    device += max(around, default=0) + max((groups[i].scratch for i in paged), default=0)
+    device += sum(g.device for i, g in enumerate(groups) if i not in paged)
+    host = sum(g.host for i, g in enumerate(groups) if i not in paged)
+    disk = 0
+    tiers = []
+    for index, group in enumerate(groups):
+        if index not in paged:
+            tiers.append("device")
+        elif budgets.host is not None and host + group.paged <= budgets.host:
+            host += group.paged
+            tiers.append("host")
+        else:
+            disk += group.paged
+            tiers.append("disk")
+    return Layout(tuple(tiers), used, device, host, disk)
+
+
+def _fits(layout: Layout, budgets: Budgets) -> bool:
+    return not any(_excess(layout, budgets))
+
+
+def _excess(layout: Layout, budgets: Budgets) -> tuple[int, int, int]:
+    host = 0 if budgets.host is None else max(layout.host_bytes - budgets.host, 0)
+    return (
+        max(layout.device_bytes - budgets.device, 0),
+        host,
+        max(layout.disk_bytes - budgets.disk, 0),
+    )
+
+
+def _nearer(best: Layout | None, layout: Layout, budgets: Budgets) -> Layout:
+    if best is None or sum(_excess(layout, budgets)) < sum(_excess(best, budgets)):
+        return layout
+    return best
+
+
+def _refusal(layout: Layout, budgets: Budgets, reserve: int) -> str:
+    parts = []
+    names = ("RAM", "", "disk") if budgets.host is None else ("the device", "RAM", "disk")
+    needs = (layout.device_bytes, layout.host_bytes, layout.disk_bytes)
+    limits = (budgets.device, budgets.host or 0, budgets.disk)
+    for name, need, limit, over in zip(names, needs, limits, _excess(layout, budgets), strict=True):
+        if over:
+            parts.append(f"{format_bytes(need)} of {name} where {format_bytes(limit)} may be used")
+    held = f", {format_bytes(reserve)} of them for activations and temporaries" if reserve else ""
+    return f"the least that it takes is {' and '.join(parts)}{held}"

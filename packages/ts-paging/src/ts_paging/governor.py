@@ -1,0 +1,167 @@
+"""The activation governor: keeps what a pass saves for backward within a byte limit.
+
+What a block saves depends on the input, which is known only when it comes. So the decision is made at the
+start of every forward pass, from what is used at that moment: as many blocks as there is room for keep their
+activations, the last ones of the stack, which backward needs first; the others fall back to recomputing or
+offloading. Policies never change a bit of the result, so they may differ from pass to pass.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+
+from ts_core.errors import DoesNotFitError
+from ts_core.memory import format_bytes
+
+from .block import PagedBlock
+
+__all__ = ["ActivationGovernor"]
+
+
+class ActivationGovernor:
+    """Decides the policy of managed blocks pass by pass.
+
+    Until the first block has been measured and `learn` was called, every managed block falls back: nothing
+    is known yet, and the limit is hard.
+
+    Attributes:
+        limit: Bytes that may be used.
+        room: Bytes that are planned with.
+        base: Least bytes in use at the start of a pass since the last `learn`.
+        kept: Bytes that the blocks of the latest pass are taken to keep.
+        largest: Bytes of the largest input of a pass so far.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[PagedBlock],
+        managed: Sequence[str | None],
+        used: Callable[[], int],
+        limit: int,
+        room: int | None = None,
+    ) -> None:
+        """Start without knowledge.
+
+        Args:
+            blocks: The stack, in order.
+            managed: For each block what it falls back to (``recompute`` or ``offload``), or None where its
+                policy is fixed.
+            used: Returns the bytes in use now.
+            limit: Bytes that may be used; more of them in use when a pass starts is an error.
+            room: Bytes that are planned with, at most `limit`; None: all of them.
+        """
+        self.room = limit if room is None else min(room, limit)
+        self._names = {block.name: index for index, block in enumerate(blocks)}
+        self._managed = list(managed)
+        self._used = used
+        self.limit = limit
+        self.base = 0
+        self.kept = 0
+        self.largest = 0
+        self._policies = [fallback or "keep" for fallback in self._managed]
+        self._per_byte: float | None = None
+        self._transient: int | None = None
+        self._transient_input = 1
+        self._counting: tuple[int, dict[int, int]] | None = None
+
+    @property
+    def measured(self) -> bool:
+        """Whether a block's saved bytes are known."""
+        return self._per_byte is not None
+
+    @property
+    def policies(self) -> list[str]:
+        """Policy of each managed block in the latest pass; unmanaged ones read ``keep`` here."""
+        return list(self._policies)
+
+    def learn(self, transient: int) -> None:
+        """Take over what a whole step used beyond its base and what was kept.
+
+        Args:
+            transient: Bytes; the largest seen is what counts.
+        """
+        self._transient = max(transient, self._transient or 0)
+        self._transient_input = max(self.largest, 1)
+        self.base = 0
+
+    def relearn(self) -> None:
+        """Forget the bytes a step uses: something else of it has changed."""
+        self._transient = None
+
+    def enter(self, block: PagedBlock, args: Any, kwargs: Any) -> None:
+        """Decide at the first block of a pass; give every managed block its policy."""
+        index = self._names.get(block.name)
+        if index is None:
+            return
+        self._settle()
+        if index == 0:
+            self._begin(_input_bytes(args, kwargs))
+        if self._managed[index] is not None:
+            block.policy = self._policies[index]
+
+    def counter(self, block: PagedBlock, args: Any, kwargs: Any) -> Callable[[Tensor], None] | None:
+        """Return what counts the storages that the first managed block saves, once."""
+        index = self._names.get(block.name)
+        if self.measured or index is None or self._managed[index] is None or block.policy != "keep":
+            return None
+        flat = tree_flatten((args, kwargs))[0]
+        known = {t.untyped_storage()._cdata for t in flat if type(t) is Tensor}
+        sizes: dict[int, int] = {}
+        self._counting = (_input_bytes(args, kwargs), sizes)
+        address = None if block.slot is None else block.slot.address
+
+        def count(tensor: Tensor) -> None:
+            if type(tensor) is not Tensor or isinstance(tensor, nn.Parameter):
+                return
+            storage = tensor.untyped_storage()
+            if storage._cdata not in known and storage.data_ptr() != address:
+                sizes[storage._cdata] = storage.nbytes()
+
+        return count
+
+    def _settle(self) -> None:
+        if self._counting is not None:
+            size, sizes = self._counting
+            self._counting = None
+            self._per_byte = sum(sizes.values()) / max(size, 1)
+
+    def _begin(self, size: int) -> None:
+        used = self._used()
+        if used > self.limit:
+            raise DoesNotFitError(
+                f"{format_bytes(used)} are in use where {format_bytes(self.limit)} may be, before the first "
+                "block of the model computes. Use a smaller micro-batch or shorter rows, a larger budget, or "
+                "free what else this process holds"
+            )
+        self.base = min(self.base or used, used)
+        self.largest = max(self.largest, size)
+        managed = [index for index, fallback in enumerate(self._managed) if fallback is not None]
+        self._policies = [fallback or "keep" for fallback in self._managed]
+        if self._per_byte is None:
+            if managed and managed[0] == 0:
+                self._policies[0] = "keep"  # the block that is measured
+            self.kept = 0
+            return
+        each = max(int(self._per_byte * size), 1)
+        keep = 0
+        if self._transient is not None:
+            transient = self._transient * max(1.0, size / self._transient_input)
+            keep = int(max(0, self.room - used - transient) // each)
+        chosen = managed[max(0, len(managed) - keep) :]
+        for index in chosen:
+            self._policies[index] = "keep"
+        self.kept = each * len(chosen)
+
+
+def _input_bytes(args: Any, kwargs: Any) -> int:
+    """Bytes of the largest floating input: the hidden states."""
+    flat = tree_flatten((args, kwargs))[0]
+    sizes = [
+        t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()
+    ]
+    return max(sizes, default=0)

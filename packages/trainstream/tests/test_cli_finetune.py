@@ -74,7 +74,7 @@ def equal(a, b):
 def test_lora_on_an_nf4_base_learns_and_says_so(place, tmp_path):
     events = finetune("model=tiny", "data=texts", "steps=40", f"output_dir={tmp_path}/run", "log_steps=20")
     kinds = [event["event"] for event in events]
-    assert kinds == ["start", "eval", "step", "checkpoint", "step", "eval", "result"]
+    assert kinds == ["start", "plan", "eval", "step", "checkpoint", "step", "eval", "result"]
     start, result = events[0], events[-1]
     assert (start["model"], start["quantize"], start["dtype"], start["device"]) == (
         "tiny",
@@ -438,9 +438,13 @@ def test_a_resumed_run_checks_data_and_model(place, tmp_path):
         (["wrap.capture=true"], "capture"),
         (["wrap.optimzer_mode=cpu"], "optimizer_mode"),
         (["wrap.lr=1"], "learning_rate"),
-        (["--ram", "8GiB"], "--ram 8GiB is not available in this release"),
-        (["--vram", "8GiB"], "--vram 8GiB is not"),
-        (["--disk", "8GiB"], "--disk 8GiB is not"),
+        (["--ram", "much"], "option ram: expected a number of bytes or a size"),
+        (["--vram", "0"], "option vram: expected a size above 0"),
+        (["ram=8GiB", "--ram", "8GiB"], "'ram' is given twice"),
+        (["--disk", "-8GiB"], "option disk: expected a number of bytes or a size"),
+        (["wrap.ram_budget=1GiB"], "give it as ram=..."),
+        (["--ram", "1KiB"], "option ram=1.00 KiB: the loss takes"),
+        (["--ram", "1MiB"], "loss_chunk_size=1024"),
         (["target_modules=nothing"], "target_modules"),
         (["device=tpu"], "device"),
         (["device=cuda:99"], "GPUs"),
@@ -496,7 +500,7 @@ def test_a_full_disk_under_safetensors_is_named_too(monkeypatch, tmp_path):
     def full(*args, **kwargs):
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(storage, "save_file", full)
+    monkeypatch.setattr(storage, "save_safetensors", full)
     result = invoke(
         *QUICK, "model=tiny", "data=texts", "steps=3", "save_steps=1", f"output_dir={tmp_path}/run"
     )

@@ -365,7 +365,7 @@ def load_model(
     error_rank: int = 0,
     error_iters: int = 1,
     double_quant: bool = False,
-    disk_offload: str | os.PathLike[str] | None = None,
+    disk_offload: str | os.PathLike[str] | FileTensors | None = None,
     random_weights: bool = False,
     ram_fraction: float = 0.85,
     trust_remote_code: bool = False,
@@ -391,12 +391,12 @@ def load_model(
         error_rank: Not in this release.
         error_iters: Not in this release.
         double_quant: Not in this release.
-        disk_offload: An existing directory. The weights (those of the blocks, and of at least 1 MiB outside
-            them; packed ones packed) are written to private files there while they are read, and are mapped
-            from them: RAM never holds more than one tensor of the model, and "auto" packs nothing. The files
-            are `model.trainstream_files`; they go with the model. Only with device="cpu" in this release.
-            Where the environment sets a budget (`TRAINSTREAM_RAM`) below the model's size, files in the
-            system's temporary directory are used even if this is None.
+        disk_offload: An existing directory, or a `ts_paging.files.FileTensors`. The weights (those of the
+            blocks, and of at least 1 MiB outside them; packed ones packed) are written to private files there
+            while they are read, and are mapped from them: RAM never holds more than one tensor of the model,
+            and "auto" packs nothing. The files are `model.trainstream_files`; they go with the model. Only
+            with device="cpu" in this release. Where the environment sets a budget (`TRAINSTREAM_RAM`) below
+            the model's size, files in the system's temporary directory are used even if this is None.
         random_weights: Draw the weights as the model class does instead of reading any; only `config.json` is
             needed. `torch.manual_seed` fixes them.
         ram_fraction: Share of the free RAM that "auto" lets the model take.

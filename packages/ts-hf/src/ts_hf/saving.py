@@ -200,7 +200,11 @@ def write_tensor(file: BinaryIO, tensor: torch.Tensor) -> None:
 
 
 def save_model(
-    model: Any, folder: str | os.PathLike[str], *, max_shard_size: int | str = MAX_SHARD_SIZE
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
 ) -> list[Path]:
     """Write a transformers model as `model.save_pretrained` does, with RAM for one tensor.
 
@@ -211,6 +215,7 @@ def save_model(
     Args:
         model: A transformers model without adapters.
         folder: Made if it is not there.
+        state_dict: The weights to write; None: the model's own.
         max_shard_size: Bytes of one file, as an integer or "5GB".
 
     Returns:
@@ -230,14 +235,17 @@ def save_model(
     place = Path(folder)
     place.mkdir(parents=True, exist_ok=True)
     _save_configs(model, place)
-    state = _state_to_save(model)
+    state = _state_to_save(model, state_dict)
     shards = list(_split(state, limit))
     names = [SINGLE_NAME]
     if len(shards) > 1:
         names = [f"model-{i:05d}-of-{len(shards):05d}.safetensors" for i in range(1, len(shards) + 1)]
         total = sum(tensor.numel() * tensor.itemsize for tensor in state.values())
+        count = model.num_parameters()
+        if state_dict is not None:
+            count = sum(tensor.numel() for tensor in state.values())
         index = {
-            "metadata": {"total_parameters": model.num_parameters(), "total_size": total},
+            "metadata": {"total_parameters": count, "total_size": total},
             "weight_map": {key: name for name, shard in zip(names, shards, strict=True) for key in shard},
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
@@ -260,21 +268,29 @@ def _save_configs(model: Any, folder: Path) -> None:
         model.generation_config.save_pretrained(str(folder))
 
 
-def _state_to_save(model: Any) -> dict[str, torch.Tensor]:
+def _state_to_save(model: Any, given: Mapping[str, torch.Tensor] | None) -> dict[str, torch.Tensor]:
     """Return what is written under which name: no copies, tied weights once."""
     from transformers.core_model_loading import revert_weight_conversion
 
     # keep_vars: the Parameters themselves, so that paged ones can be waited for when their turn comes.
-    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    state: dict[str, Any] = model.state_dict(keep_vars=True) if given is None else dict(given)
     for name in getattr(model, "_keys_to_ignore_on_save", None) or ():
         state.pop(name, None)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     for target, source in tied.items():
-        if target in state and source in state and state[target] is state[source]:
+        if target in state and source in state and _same(state[target], state[source]):
             del state[target]
     with torch.no_grad():
         converted: dict[str, Any] = revert_weight_conversion(model, state)
     return {name: value for name, value in converted.items() if isinstance(value, torch.Tensor)}
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two entries of a state dict are one tensor, the Parameter itself or what `detach()` gives."""
+    if a is b or isinstance(a, QuantizedTensor) or isinstance(b, QuantizedTensor):
+        return a is b
+    with torch._C.DisableTorchFunctionSubclass():
+        return a.device == b.device and a.shape == b.shape and 0 != a.data_ptr() == b.data_ptr()
 
 
 def _split(state: Mapping[str, torch.Tensor], limit: int) -> Iterator[list[str]]:

@@ -7,24 +7,35 @@ import logging
 import os
 import re
 import shutil
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
-from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from torch.utils import serialization
+from transformers import (
+    PreTrainedModel,
+    Trainer,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
+from transformers.trainer_utils import get_last_checkpoint
 
 import trainstream as ts
 from trainstream._folders import replace_folder, sweep
 from trainstream._options import WrapOptions
 from trainstream._session import session_of
 from trainstream.integrations._metrics import LogMetrics
+from trainstream.integrations._plan_file import SavedPlan, read_plan, write_plan
 from ts_core.errors import ArgumentTypeError, OptionError
 from ts_core.options import boolean, integer, not_yet
-from ts_hf import backbone, causal_lm_loss_for, count_items, load_model
+from ts_hf import backbone, causal_lm_loss_for, count_items, load_model, save_model
 from ts_hf.losses import head_of
-from ts_quant import QuantizedTensor
 
 __all__ = ["TrainStreamCallback", "TrainStreamTrainer", "load_model", "wrap_hf"]
 
@@ -39,6 +50,7 @@ _FROM_ARGUMENTS = {
     "optimizer": "optim",
 }
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+_CHUNK_SIZE = 1024
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
@@ -115,7 +127,9 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         options = dict(trainstream or {})
         chunked = options.pop("chunked_loss", None)
         self._chunked_asked = None if chunked is None else boolean("chunked_loss", chunked)
-        self._loss_chunk_size = integer("loss_chunk_size", options.pop("loss_chunk_size", 1024), minimum=1)
+        size = options.pop("loss_chunk_size", None)
+        self._chunk_size_asked = None if size is None else integer("loss_chunk_size", size, minimum=1)
+        self._loss_chunk_size = self._chunk_size_asked or _CHUNK_SIZE
         not_yet("packing", options.pop("packing", False), (False,))
         for name in options.keys() & _FROM_ARGUMENTS.keys():
             raise OptionError(
@@ -124,6 +138,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         WrapOptions.from_kwargs(**options)
         self._wrap_options = options
         self._need_logits = False
+        self._saved_plan: SavedPlan | None = None
         self._metrics: LogMetrics | None = None
         super().__init__(*args, **kwargs)
         self._check_optim()
@@ -166,16 +181,37 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
 
     # ------------------------------------------------------------------------------------ optimizer
 
+    def _move_model_to_device(self, model: nn.Module, device: torch.device) -> None:
+        """Move the model, except one whose place is wrap()'s to decide: it may be larger than the device."""
+        if session_of(model) is None and not self._placed_by_wrap():
+            super()._move_model_to_device(model, device)
+
+    def _placed_by_wrap(self) -> bool:
+        options = self._wrap_options
+        asked = options.get("param_offload", "auto")
+        budgets = ("vram_budget", "ram_budget", "disk_budget")
+        given = any(options.get(name) is not None for name in budgets)
+        in_environment = any(os.environ.get(f"TRAINSTREAM_{name}") for name in ("VRAM", "RAM", "DISK"))
+        return given or in_environment or asked not in ("auto", False)
+
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Let Trainer make its AdamW (decay groups, rate, betas, eps), then wrap the model with it."""
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)
         if session_of(self.model) is None:
             plain = getattr(optimizer, "optimizer", optimizer)
-            wrapped: Any = wrap_hf(self.model, plain, **self._wrap_options)[1]
+            options = dict(self._wrap_options)
+            if self.args.device.type in ("cpu", "cuda"):
+                options["device"] = self.args.device
+            if self._saved_plan is not None:
+                options = self._saved_plan.force(options, self.model)
+            wrapped: Any = wrap_hf(self.model, plain, **options)[1]
             # accelerate would copy all optimizer state to the GPU and back; state stays where wrap put it.
             self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
             self.optimizer._is_accelerate_prepared = True  # so that prepare() leaves it alone
             self._metrics = LogMetrics(wrapped)
+        session = session_of(self.model)
+        if self._saved_plan is not None and session is not None:
+            self._saved_plan.check(session)
         return self.optimizer
 
     # ----------------------------------------------------------------------------------------- loss
@@ -271,12 +307,32 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         """Train; `resume_from_checkpoint=True` takes the last complete checkpoint."""
         if self.args.should_save:
             sweep(Path(self.args.output_dir))
+        place = resume_from_checkpoint
+        if place is True:
+            place = get_last_checkpoint(self.args.output_dir)
+        self._saved_plan = read_plan(Path(place)) if place else None
+        self._loss_chunk_size = self._chunk_size_asked or _CHUNK_SIZE
+        if self._saved_plan is not None and self._chunked:
+            asked = self._chunk_size_asked
+            self._loss_chunk_size = self._saved_plan.chunk_size(asked, self._loss_chunk_size)
         return super().train(resume_from_checkpoint, *args, **kwargs)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        """Load the optimizer's state out of a mapped file: RAM may have no room for it beside the state."""
+        config: Any = serialization.config
+        with config.patch("load.mmap", True):
+            super()._load_optimizer_and_scheduler(checkpoint)
+
+    def _write_plan(self, folder: Path) -> None:
+        session = session_of(self.model)
+        if session is not None and self.args.should_save:
+            write_plan(folder, session, loss_chunk_size=self._loss_chunk_size if self._chunked else None)
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
         """Save a checkpoint beside its place, make it durable, and rename it into place."""
         if self.args.world_size > 1 or self.args.push_to_hub:
             super()._save_checkpoint(model, trial)
+            self._write_plan(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
             return
         run = Path(self._get_output_dir(trial))
         staging = run / f".saving-{os.getpid()}-checkpoint"
@@ -285,6 +341,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         try:
             super()._save_checkpoint(model, trial)
             for saved in staging.iterdir():
+                self._write_plan(saved)
                 self._correct_paths(saved, run)
                 replace_folder(saved, run / saved.name)
         finally:
@@ -326,17 +383,32 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             shutil.rmtree(path, ignore_errors=True)
 
     def _save(self, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Save the model; packed weights of a model without adapters are saved decoded."""
-        if (
-            state_dict is None
-            and not hasattr(self.model, "peft_config")
-            and any(isinstance(parameter, QuantizedTensor) for parameter in self.model.parameters())
-        ):
-            state_dict = {
-                name: tensor.dequantize() if isinstance(tensor, QuantizedTensor) else tensor
-                for name, tensor in self.model.state_dict().items()
-            }
+        """Save the model, tensor by tensor; packed weights of a model without adapters are saved decoded."""
+        model = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
+        if state_dict is None and isinstance(model, PreTrainedModel) and not model._hf_peft_config_loaded:
+            # Trainer's own _save does the rest around these two calls; it writes weights by save_pretrained.
+            folder = self.args.output_dir if output_dir is None else output_dir
+            with _saved_by(model, partial(self._save_streaming, model)):
+                super()._save(folder)
+            return
         super()._save(output_dir, state_dict)
+
+    def _save_streaming(self, model: Any, folder: str, **_: Any) -> None:
+        if self.args.should_save:
+            save_model(model, folder)
+
+
+@contextlib.contextmanager
+def _saved_by(model: Any, save: Callable[..., None]) -> Iterator[None]:
+    """Let `save` stand in for the model's `save_pretrained`."""
+    before = model.__dict__.get("save_pretrained")
+    model.__dict__["save_pretrained"] = save
+    try:
+        yield
+    finally:
+        del model.__dict__["save_pretrained"]
+        if before is not None:
+            model.__dict__["save_pretrained"] = before
 
 
 def _loss_in_chunks(

@@ -24,7 +24,7 @@ from .kernel import Clock, PlainUpdate, Terms
 from .slots import KEPT
 from .transfer import Work
 
-__all__ = ["PendingUpdates", "Update", "await_others", "is_deferrable"]
+__all__ = ["PendingUpdates", "Update", "await_others", "by_rank", "is_deferrable"]
 
 _unfinished: weakref.WeakValueDictionary[int, Update] = weakref.WeakValueDictionary()
 
@@ -49,6 +49,11 @@ def await_others(params: Sequence[torch.Tensor]) -> None:
 
 def _version(t: torch.Tensor) -> int:
     return -1 if t.is_inference() else t._version
+
+
+def _address(param: torch.Tensor) -> int:
+    with torch._C.DisableTorchFunctionSubclass():
+        return param.data_ptr()
 
 
 class Update:
@@ -82,7 +87,7 @@ class Update:
         works = self._plain.works
         # Now, so that whoever compares versions without reading, as the pager and autograd do, knows at once;
         # and once more when the values are there.
-        torch.autograd.graph.increment_version([work.slot.param for work in works])
+        torch.autograd.graph.increment_version([work.slot.weights for work in works])
         self._seen = [(work, what, t, _version(t)) for work in works for what, t in _watched(work)]
         _unfinished[id(self)] = self
         for entry in self._guards:
@@ -124,7 +129,9 @@ class Update:
         if self.finished or plain is None:
             return
         try:
-            with span("ts/optim/update"), torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            # Only tensors that are not guarded are used, so that a signal handler that comes in between can
+            # use those that are.
+            with span("ts/optim/update"), torch.no_grad():
                 if plain.due:
                     self._check()
                 plain.run()
@@ -139,7 +146,7 @@ class Update:
     def _check(self) -> None:
         """Refuse to compute with what is not what it was when `step()` committed to it."""
         for work, what, t, version in self._seen:
-            moved = what == "value" and t.data_ptr() != work.slot.key[0]
+            moved = what == "value" and _address(work.slot.param) != work.slot.key[0]
             if moved or _version(t) != version:
                 name_of = self._name_of()
                 name = f"parameter {work.index}" if name_of is None else name_of(work.slot.param)
@@ -154,13 +161,32 @@ class Update:
 def _watched(work: Work) -> list[tuple[str, torch.Tensor]]:
     """What an update reads, under the names of messages; in-place writes to it move version counters."""
     slot = work.slot
-    held = [("gradient", work.grad), ("value", slot.param)]
+    held = [("gradient", work.grad), ("value", slot.weights)]
     return held + [(name, slot.state[name]) for name in KEPT if name in slot.state]
 
 
 def _work_off(updates: Sequence[Update]) -> None:
     for update in updates:
         update.run()
+
+
+def by_rank(works: Sequence[Work], terms: Terms, name_of: Callable[[torch.Tensor], str]) -> list[Update]:
+    """Group the updates of guarded parameters, next needed first.
+
+    Args:
+        works: All of them deferrable.
+        terms: What `step()` fixed.
+        name_of: A method that gives a parameter's name for messages.
+
+    Returns:
+        One update a rank, or two where 16-bit and fp32 parameters meet.
+    """
+    groups: dict[tuple[int, bool], list[Work]] = {}
+    for work in works:
+        entry = guard_of(work.slot.param)
+        rank = 0 if entry is None else entry.rank
+        groups.setdefault((rank, work.slot.low), []).append(work)
+    return [Update(groups[key], terms, name_of) for key in sorted(groups)]
 
 
 class PendingUpdates:
@@ -170,30 +196,16 @@ class PendingUpdates:
         """Hold none."""
         self._updates: list[Update] = []
 
-    def commit(self, works: Sequence[Work], terms: Terms, name_of: Callable[[torch.Tensor], str]) -> None:
-        """Start updating guarded parameters, next needed first, and return.
-
-        Args:
-            works: All of them deferrable.
-            terms: What `step()` fixed.
-            name_of: A method that gives a parameter's name for messages.
-        """
-        if not works:
-            return
-        groups: dict[tuple[int, bool], list[Work]] = {}
-        for work in works:
-            entry = guard_of(work.slot.param)
-            rank = 0 if entry is None else entry.rank
-            groups.setdefault((rank, work.slot.low), []).append(work)
-        updates = [Update(groups[key], terms, name_of) for key in sorted(groups)]
-        self._updates = updates
+    def commit(self, updates: Sequence[Update]) -> None:
+        """Start running updates in this order, and return."""
+        self._updates = list(updates)
         for update in updates:
             update.post()
-        thread = threading.Thread(target=_work_off, args=(updates,), name="ts-optim")
-        try:
-            thread.start()
-        except RuntimeError:  # none to be had: no more threads allowed, or the interpreter is ending
-            _work_off(updates)
+        if updates:
+            try:
+                threading.Thread(target=_work_off, args=(updates,), name="ts-optim").start()
+            except RuntimeError:  # none to be had: no more threads allowed, or the interpreter is ending
+                _work_off(updates)
 
     def drain(self) -> None:
         """Wait for every update.

@@ -96,13 +96,14 @@ class PlainUpdate:
         self._terms = terms
         self._steps: list[torch.Tensor] = [work.slot.state["step"] for work in works]
         self._count = float(self._steps[0])
+        self._tried = False
         self._batch: Batch | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
     def due(self) -> bool:
         """Whether the kernel has not run: it advances the step counters, so they tell."""
-        return float(self._steps[0]) == self._count
+        return not self._tried or float(self._steps[0]) == self._count
 
     def _prepared(self) -> Batch:
         batch, copies = Batch(), []
@@ -111,8 +112,8 @@ class PlainUpdate:
             if slot.dense:
                 flat = slot.weights
             else:
-                flat = slot.param.detach().reshape(-1).clone()
-                copies.append((slot.param, flat))
+                flat = slot.weights.reshape(-1).clone()
+                copies.append((slot.weights, flat))
             master = flat if slot.master is None else slot.master
             batch.add(work, master, work.grad, flat if slot.low else None)
         self._batch, self._copies = batch, copies
@@ -124,14 +125,15 @@ class PlainUpdate:
         arguments = _arguments(batch, self._steps, self._terms, self.works[0].slot.low)
         counter = self._steps[0]
         start = time.perf_counter()
-        # Neither Ctrl-C nor a signal handler that waits for this very update comes between these two lines:
-        # the interpreter looks for signals after calls and at jumps back. The kernel advances the counter.
+        # Neither Ctrl-C nor a signal handler that waits for this very update comes between these lines: the
+        # interpreter looks for signals after calls and at jumps back. The kernel advances the counter.
+        self._tried = True
         if counter == self._count:
             _C.adamw_step_(*arguments)
         self._terms.clock.add("kernel_s", time.perf_counter() - start)
-        for param, flat in self._copies:
-            param.copy_(flat.view(param.shape))
-        written = [work.slot.param for work in self.works if work.slot.dense]
+        for weights, flat in self._copies:
+            weights.copy_(flat.view(weights.shape))
+        written = [work.slot.weights for work in self.works if work.slot.dense]
         written += [t for work in self.works for t in (work.slot.exp_avg, work.slot.exp_avg_sq)]
         torch.autograd.graph.increment_version(written)
 

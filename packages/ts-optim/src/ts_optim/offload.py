@@ -17,7 +17,7 @@ from ts_core.trace import span
 
 from ._ops import grad_sumsq
 from .checkpoint import checked_groups, checked_states
-from .deferred import PendingUpdates, await_others, is_deferrable
+from .deferred import PendingUpdates, Update, await_others, by_rank, is_deferrable
 from .hooks import BackwardCounter
 from .kernel import Clock, PlainUpdate, Terms, call_kernel, update_double
 from .options import Hyper, OffloadOptions, check_group, hyper_of
@@ -203,11 +203,13 @@ class OffloadAdamW(torch.optim.Optimizer):
             hyper = [hyper_of(group) for group in self.param_groups]
             works = self._collect()
             scale = self._scale(works)
+            later: list[Update] = []
             if scale is None:
                 self._moved["skipped_steps"] += 1
             else:
-                self._update(works, hyper, scale)
+                later = self._update(works, hyper, scale)
                 self._moved["steps"] += 1
+        self._pending.commit(later)
         if self._counter is not None:
             self._counter.reset()
             self._watch()
@@ -554,7 +556,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         factor = limit / (self._norm + 1e-6)
         return scale if factor > 1.0 else scale * factor
 
-    def _update(self, works: list[Work], hyper: list[Hyper], scale: float) -> None:
+    def _update(self, works: list[Work], hyper: list[Hyper], scale: float) -> list[Update]:
+        """Update what cannot wait; return the updates that can, in their order."""
         table = torch.tensor(hyper, dtype=torch.float64)
         # Asked here: another thread may have another number.
         threads = self._options.threads or torch.get_num_threads()
@@ -579,4 +582,4 @@ class OffloadAdamW(torch.optim.Optimizer):
                 self._moved["h2d_bytes"] += up
             else:
                 PlainUpdate(members, terms).run()
-        self._pending.commit(later, terms, self._name)
+        return by_rank(later, terms, self._name)

@@ -1,7 +1,7 @@
 """Run benchmark scripts with `--smoke` and check that each prints JSON lines.
 
-Usage: python tools/bench_smoke.py [WORD...], with words those of packages/*/benchmarks/bench_*.py whose name
-contains one of them.
+Usage: python tools/bench_smoke.py [WORD...]: all scripts in packages/*/benchmarks that know `--smoke`, or
+with words those whose name contains one of them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def smoke(script: Path) -> str:
 
 def main(words: list[str]) -> int:
     """Run the scripts and print a line for each."""
-    scripts = sorted(ROOT.glob("packages/*/benchmarks/bench_*.py"))
+    scripts = sorted(ROOT.glob("packages/*/benchmarks/*.py"))
+    scripts = [s for s in scripts if '"--smoke"' in s.read_text(encoding="utf-8")]
     scripts = [s for s in scripts if not words or any(w in s.name for w in words)]
     failures = 0
     for script in scripts:

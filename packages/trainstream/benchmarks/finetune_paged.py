@@ -4,10 +4,10 @@
 
 Each run is a fresh process that carries out the command (`finetune max_length=512 batch_size=1 ...`);
 resident and paged runs take turns. The first step of a run warms up and does not count for the speed.
-Reported: all losses (they must be equal bit for bit), tokens/s of every run with median, least and most, bytes
-moved to the slots over paged bytes and steps (forward and backward each bring every paged block, except those
-that the turn finds in their slots), and the RAM used above the value after the imports. One JSON line for each
-run and one for each method.
+Reported: all losses (they must be equal bit for bit), tokens/s of every run with median, least and most,
+bytes moved to the slots over paged bytes and steps (forward and backward each bring every paged block, except
+those that the turn finds in their slots), and the RAM used above the value after the imports. One JSON line
+for each run and one for each method.
 """
 
 from __future__ import annotations

@@ -362,7 +362,7 @@ def main():
     parser.add_argument("--smoke", action="store_true", help="tiny sizes, once: does the script work")
     args = parser.parse_args()
     if args.smoke:
-        args.blocks, args.runs, args.profile_runs = 3, 2, 1
+        args.blocks, args.runs, args.profile_runs, args.only = 2, 1, 1, "linear trained"
     if args.device == "cuda":
         registry.set_host_allocator(ts_paging.PinnedAllocator())
         registry.set_copy_engine(ts_paging.CopyEngine())

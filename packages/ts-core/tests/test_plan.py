@@ -5,11 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ts_core.errors import CheckpointError
+from ts_core.memory import format_bytes
 from ts_core.plan import BlockPlan, Numerics, Plan
 
 blocks = st.builds(
     BlockPlan,
-    name=st.text(max_size=9),
+    name=st.text("abc._0123456789", min_size=1, max_size=9),
     kind=st.sampled_from(["block", "embedding", "head", "norm", "other"]),
     tier=st.sampled_from(["device", "peer", "host", "disk"]),
     codec=st.sampled_from(["none", "int8", "nf4"]),
@@ -22,6 +23,8 @@ plans = st.builds(
     blocks=st.lists(blocks, max_size=5).map(tuple),
     numerics=st.builds(Numerics, quant_block_size=st.integers(2, 4096)),
     slots=st.integers(0, 4),
+    budgets=st.dictionaries(st.sampled_from(["device", "host", "disk"]), st.integers(0, 2**50)),
+    predicted=st.dictionaries(st.sampled_from(["device", "host", "disk"]), st.integers(0, 2**50)),
 )
 
 
@@ -42,7 +45,69 @@ def test_what_is_no_plan_is_refused(text):
         Plan.from_json(text)
 
 
-def test_unknown_fields_are_refused():
-    data = json.loads(Plan(device="cpu").to_json())
+@pytest.mark.parametrize("place", ["plan", "block", "numerics"])
+def test_unknown_fields_are_refused(place):
+    data = json.loads(Plan(device="cpu", blocks=(BlockPlan("a"),)).to_json())
+    {"plan": data, "block": data["blocks"][0], "numerics": data["numerics"]}[place]["surprise"] = 1
+    with pytest.raises(CheckpointError, match="surprise"):
+        Plan.from_json(json.dumps(data))
+
+
+@given(plans, st.sampled_from(["device", "blocks", "numerics", "format"]))
+def test_missing_fields_are_refused(plan, field):
+    data = plan.to_dict()
+    del data[field]
     with pytest.raises(CheckpointError):
-        Plan.from_json(json.dumps({**data, "surprise": 1}))
+        Plan.from_json(json.dumps(data))
+
+
+def stack(count, tier="disk", start=0):
+    return tuple(
+        BlockPlan(f"layers.{start + i}", tier=tier, policy="recompute", bytes=1 << 20) for i in range(count)
+    )
+
+
+def test_the_table_folds_alike_blocks_and_adds_up():
+    plan = Plan(
+        device="cpu",
+        blocks=(
+            BlockPlan("embed", "embedding", "disk", bytes=3 << 20),
+            *stack(3),
+            *stack(2, "device", 3),
+            BlockPlan("head", "head", "device", "none", "keep", 5 << 20),
+        ),
+        slots=2,
+        budgets={"device": 8 << 30, "host": 8 << 30},
+        predicted={"device": 3 << 30, "host": 0, "disk": 6 << 20},
+    )
+    assert plan.table().splitlines() == [
+        "group                      kind       tier    codec  activations  bytes",
+        "embed                      embedding  disk    none                3.00 MiB",
+        "layers.0 ... layers.2 (3)  block      disk    none   recompute    3.00 MiB",
+        "layers.3 ... layers.4 (2)  block      device  none   recompute    2.00 MiB",
+        "head                       head       device  none                5.00 MiB",
+        "device 3.00 GiB of 8.00 GiB planned",
+        "disk   6.00 MiB planned",
+        "slots  2",
+    ]
+
+
+@given(plans)
+def test_the_table_has_every_block_once_and_every_total(plan):
+    lines = plan.table().split("\n")
+    assert lines[0].split() == ["group", "kind", "tier", "codec", "activations", "bytes"]
+    totals = [tier for tier, size in plan.predicted.items() if size]
+    rows = len(lines) - 1 - len(totals) - bool(plan.slots)
+    keys = [(b.kind, b.tier, b.codec, b.policy, b.bytes) for b in plan.blocks]
+    assert rows == sum(i == 0 or keys[i - 1] != key for i, key in enumerate(keys))
+    for tier in totals:
+        line = next(line for line in lines[1 + rows :] if line.split()[0] == tier)
+        assert format_bytes(plan.predicted[tier]) in line
+        assert (
+            (f"of {format_bytes(plan.budgets[tier])}" in line) if tier in plan.budgets else " of " not in line
+        )
+    assert not any(line.endswith(" ") for line in lines)
+
+
+def test_a_plan_without_blocks_has_a_table_too():
+    assert Plan(device="cpu").table().split() == ["group", "kind", "tier", "codec", "activations", "bytes"]

@@ -7,12 +7,16 @@ asked before anything is allocated, and again when activations and temporaries h
 from __future__ import annotations
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Sequence
 
 from .errors import ArgumentError, DoesNotFitError
 from .memory import format_bytes
 
 __all__ = ["Budgets", "GroupSpec", "Layout", "least", "place"]
+
+_MIXES = 4096  # sets of groups to try at most
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,8 +98,9 @@ def place(
     device = sum of fixed + sum of resident + slots x largest slot + one slot of the other groups
              + largest scratch + reserve
 
-    Blocks are paged before the groups around them, spread evenly over the stack so that each has a resident
-    neighbour to arrive behind. Paged groups fill the host first, in order, then the disk.
+    Of what fits, the fewest bytes are paged, of blocks rather than of the groups around them; groups that
+    take the same are spread evenly, so that each has a resident neighbour to arrive behind. Paged groups fill
+    the host first, in order, then the disk.
 
     Args:
         groups: In order of use.
@@ -109,7 +114,7 @@ def place(
 
     Raises:
         DoesNotFitError: No layout fits; the message has the bytes of the least one.
-        ArgumentError: `forced` does not match, or asks to page what cannot be.
+        ArgumentError: `forced` does not match, or asks to page what cannot be, or `slots` is below 1.
 
     Example:
         >>> blocks = [GroupSpec(f"layers.{i}", device=100, paged=100, slot=100) for i in range(4)]
@@ -122,6 +127,8 @@ def place(
     for group, force in zip(groups, wanted, strict=True):
         if force and not group.pageable:
             raise ArgumentError(f"[place] forced: {group.name!r} cannot be paged")
+    if slots < 1:
+        raise ArgumentError(f"[place] slots: expected at least 1, given {slots}")
     best = None
     for count in range(slots, 0, -1):
         for paged in _choices(groups, wanted):
@@ -153,19 +160,49 @@ def least(groups: Sequence[GroupSpec], *, forced: Sequence[bool | None] | None =
 
 
 def _choices(groups: Sequence[GroupSpec], forced: Sequence[bool | None]) -> list[frozenset[int]]:
-    """List the sets of paged groups to try, fewest bytes first."""
+    """List the sets of paged groups to try, fewest bytes first.
+
+    Groups that take the same are interchangeable, so it is enough to try every number of each sort. Where
+    there are too many sorts for that, it is the blocks first, then the groups around them, and the reverse.
+    """
     always = frozenset(i for i, force in enumerate(forced) if force)
-    free = [i for i, force in enumerate(forced) if force is None and groups[i].pageable]
+    sorts: dict[GroupSpec, list[int]] = {}
+    for i, force in enumerate(forced):
+        if force is None and groups[i].pageable:
+            sorts.setdefault(dataclasses.replace(groups[i], name=""), []).append(i)
+    if math.prod(len(members) + 1 for members in sorts.values()) <= _MIXES:
+        counts = itertools.product(*[range(len(members) + 1) for members in sorts.values()])
+        sets = [
+            always.union(*[_spread(members, n) for members, n in zip(sorts.values(), mix, strict=True)])
+            for mix in counts
+        ]
+    else:
+        sets = [always | chosen for chosen in _in_order(groups, sorted(itertools.chain(*sorts.values())))]
+
+    def cost(chosen: frozenset[int]) -> tuple[int, int]:
+        return sum(groups[i].device for i in chosen), sum(groups[i].kind != "block" for i in chosen)
+
+    return sorted(dict.fromkeys(sets), key=cost)
+
+
+def _spread(members: Sequence[int], count: int) -> frozenset[int]:
+    """Take so many of them, at even distances."""
+    return frozenset(members[i * len(members) // count] for i in range(count))
+
+
+def _in_order(groups: Sequence[GroupSpec], free: Sequence[int]) -> list[frozenset[int]]:
+    """List a few sets, where all of them are too many: linear in the number of groups."""
     blocks = [i for i in free if groups[i].kind == "block"]
     edges = sorted((i for i in free if groups[i].kind != "block"), key=lambda i: -groups[i].device)
-    sets = []
-    for count in range(len(blocks) + 1):
-        sets.append(always | {blocks[i * len(blocks) // count] for i in range(count)})
-    for count in range(1, len(edges) + 1):
-        sets.append(always | set(blocks) | set(edges[:count]))
+    sets = [_spread(blocks, count) for count in range(len(blocks) + 1)]
+    sets += [frozenset(blocks) | set(edges[:count]) for count in range(1, len(edges) + 1)]
     # Where blocks are large and the head is small, paging only the edges can be the better way round.
-    sets += [always | set(edges[:count]) for count in range(1, len(edges) + 1) if blocks]
-    return sorted(dict.fromkeys(sets), key=lambda chosen: sum(groups[i].device for i in chosen))
+    sets += [frozenset(edges[:count]) for count in range(1, len(edges) + 1)]
+    # One slot serves many small groups better than a few large ones: leave out what is the largest.
+    for size in ("slot", "scratch"):
+        rising = sorted(free, key=lambda i: getattr(groups[i], size))
+        sets += [frozenset(rising[:count]) for count in range(1, len(free) + 1)]
+    return sets
 
 
 def _layout(

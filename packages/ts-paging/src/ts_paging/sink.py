@@ -140,6 +140,8 @@ class GradientSink:
                 if parameter.grad is None:
                     parameter.grad = total.detach()
                 else:
+                    if entry is not None:
+                        entry.wait()  # a pending update still needs what is there
                     parameter.grad += total
             for landed in list(entry.landed_hooks.values()) if entry else ():
                 landed(parameter)

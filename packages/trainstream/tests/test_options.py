@@ -50,9 +50,9 @@ NOW = {
     "profile": [True, False],
     "lr": [0, 1e-3],
     "verbose": [True, False],
-    "vram_budget": [None],
-    "ram_budget": [None],
-    "disk_budget": [None],
+    "vram_budget": [None, 0, 1 << 30, "12GiB", "1.5G", "512 MB"],
+    "ram_budget": [None, 1 << 30, "4096"],
+    "disk_budget": [None, 0, "1TiB"],
     "schedule": ["auto", "microbatch"],
     "capture": ["auto", False],
     "lossless": ["auto", False],
@@ -75,9 +75,6 @@ LATER = {
     "max_inflight_bytes": ["1GiB"],
     "max_activation_slowdown": [0.5],
     "prefetch_depth": [2],
-    "vram_budget": ["12GiB"],
-    "ram_budget": [1 << 30],
-    "disk_budget": ["1TiB"],
     "schedule": ["block"],
     "capture": [True],
     "lossless": [True],
@@ -121,9 +118,9 @@ WRONG = {
     "profile": ["auto"],
     "lr": [-1e-3, float("nan"), "1e-3"],
     "verbose": [1],
-    "vram_budget": ["12 parsecs", -1],
-    "ram_budget": [-1],
-    "disk_budget": [True],
+    "vram_budget": ["12 parsecs", -1, 1.5, "auto"],
+    "ram_budget": [-1, "", "-1GiB", [1]],
+    "disk_budget": [True, "nan", 1 << 63],
     "schedule": ["random"],
     "capture": [None, 1],
     "lossless": [None, 0],
@@ -180,10 +177,48 @@ def test_near_misses_are_suggested():
         WrapOptions.from_kwargs(quantise="nf4")
 
 
-@pytest.mark.parametrize("variable", ["TRAINSTREAM_RAM", "TRAINSTREAM_VRAM", "TRAINSTREAM_DISK"])
-def test_budgets_from_the_environment_are_not_ignored(variable, monkeypatch):
+BUDGETS = {
+    "vram_budget": "TRAINSTREAM_VRAM",
+    "ram_budget": "TRAINSTREAM_RAM",
+    "disk_budget": "TRAINSTREAM_DISK",
+}
+
+
+@pytest.fixture(autouse=True)
+def _no_budgets_from_outside(monkeypatch):
+    for variable in BUDGETS.values():
+        monkeypatch.delenv(variable, raising=False)
+
+
+@pytest.mark.parametrize("name", BUDGETS)
+def test_budgets_become_bytes(name):
+    for given_value, expected in (("8GiB", 8 << 30), ("1GB", 10**9), (4096, 4096), ("4096", 4096)):
+        assert getattr(WrapOptions.from_kwargs(**{name: given_value}), name) == expected
+
+
+@given(st.sampled_from(sorted(BUDGETS)), st.integers(0, 2**63 - 1))
+def test_any_number_of_bytes_is_a_budget(name, size):
+    assert getattr(WrapOptions.from_kwargs(**{name: size}), name) == size
+    assert getattr(WrapOptions.from_kwargs(**{name: str(size)}), name) == size
+
+
+@pytest.mark.parametrize(("name", "variable"), BUDGETS.items())
+def test_the_environment_gives_a_budget_where_no_option_does(name, variable, monkeypatch):
     monkeypatch.setenv(variable, "8GiB")
-    with pytest.raises(OptionError, match=variable):
+    checked = WrapOptions.from_kwargs()
+    assert getattr(checked, name) == 8 << 30
+    assert [getattr(checked, other) for other in BUDGETS if other != name] == [None, None]
+    assert getattr(WrapOptions.from_kwargs(**{name: "1GiB"}), name) == 1 << 30
+    assert getattr(WrapOptions.from_kwargs(**{name: 0}), name) == 0
+    monkeypatch.setenv(variable, "")
+    assert getattr(WrapOptions.from_kwargs(), name) is None
+
+
+@pytest.mark.parametrize("text", ["lots", "-1", "8 parsecs", "1e9", " "])
+@pytest.mark.parametrize(("name", "variable"), BUDGETS.items())
+def test_a_wrong_value_in_the_environment_names_the_variable(name, variable, text, monkeypatch):
+    monkeypatch.setenv(variable, text)
+    with pytest.raises(OptionError, match=rf"{name}.*{variable}.*{text}"):
         WrapOptions.from_kwargs()
 
 

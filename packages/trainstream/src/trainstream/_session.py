@@ -6,6 +6,8 @@ import collections
 import resource
 import sys
 import time
+import types
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +27,7 @@ if TYPE_CHECKING:
     from trainstream._tuner import Tuner
     from ts_paging.pager import WeightPager
 
-__all__ = ["Session", "session_of"]
+__all__ = ["Session", "ZeroGrad", "session_of"]
 
 _HISTORY = 64  # steps whose measurements are kept
 #: Anonymous and shared memory of this process just after ``import trainstream``; budgets count from there.
@@ -137,6 +139,35 @@ class Session:
     def __reduce__(self) -> tuple[type, tuple[()]]:
         """Pickle as None, for the same reason."""
         return type(None), ()
+
+
+class ZeroGrad:
+    """Stands in for ``model.zero_grad``: torch's own reads every gradient first, which waits for updates."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """Stand in for the method of `model`."""
+        self._model = weakref.ref(model)
+
+    def __call__(self, set_to_none: bool = True) -> None:
+        """Drop the gradients, or fill them with zeros."""
+        model = self._model()
+        if model is None:
+            return
+        if not set_to_none:
+            type(model).zero_grad(model, set_to_none=False)
+            return
+        for parameter in model.parameters():
+            parameter.grad = None
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A copy of the model has the class's own method again."""
+        model = self._model()
+        return types.MethodType(type(model).zero_grad, memo[id(model)])
+
+    def __reduce__(self) -> Any:
+        """The same for a pickled one."""
+        model = self._model()
+        return types.MethodType, (type(model).zero_grad, model)
 
 
 def host_peak_bytes() -> int:

@@ -31,10 +31,19 @@ class Staged:
     Attributes:
         data: Triples (tensor of the model, its value and its gradient on the target device).
         replaced: id of a Parameter -> the Parameter that takes its place, where the kind of tensor changes.
+        left: Plain tensors that nobody needs after the exchange; those in files have their file removed.
     """
 
     data: list[tuple[Tensor, Tensor, Tensor | None]] = dataclasses.field(default_factory=list)
     replaced: dict[int, nn.Parameter] = dataclasses.field(default_factory=dict)
+    left: list[Tensor] = dataclasses.field(default_factory=list)
+
+    def discard(self) -> None:
+        """Remove the files of what was left behind; what still maps them stays readable."""
+        for tensor in self.left:
+            place = locate(tensor) if tensor.device.type == "cpu" else None
+            if place is not None:
+                place[0].drop(tensor)
 
 
 def stage(
@@ -64,6 +73,8 @@ def stage(
     for tensor in [*model.parameters(), *model.buffers()]:
         value = tensor.detach()
         here = id(tensor) in paged
+        if id(tensor) in quantized or not here:
+            staged.left += _parts(value)
         if id(tensor) in quantized:
             value = ts_quant.quantize(value.to(device), codec, block_size=block_size)
             value = tiers.store(tensor, value) if here else value
@@ -83,10 +94,13 @@ def stage(
     return staged
 
 
+def _parts(value: Tensor) -> list[Tensor]:
+    return list(value.packed.values()) if isinstance(value, ts_quant.QuantizedTensor) else [value]
+
+
 def _mapped(value: Tensor) -> bool:
     """Whether a value is in files, wholly or in part: a model that was loaded into them."""
-    parts = value.packed.values() if isinstance(value, ts_quant.QuantizedTensor) else [value]
-    return any(part.device.type == "cpu" and locate(part) is not None for part in parts)
+    return any(part.device.type == "cpu" and locate(part) is not None for part in _parts(value))
 
 
 def _exchange(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
@@ -131,12 +145,10 @@ def bring_back(
         The Parameters that took the place of packed ones, by the id of the one before.
     """
     staged = Staged()
-    files: list[Tensor] = []
     for key, parameter in paged.items():
         value: Any = parameter.detach()
         grad = parameter.grad
-        files += value.packed.values() if isinstance(value, ts_quant.QuantizedTensor) else [value]
-        files += [] if grad is None else [grad]
+        staged.left += _parts(value) + ([] if grad is None else [grad])
         try:
             value = _copied(value, device)
             grad = None if grad is None else grad.to(device, copy=True)
@@ -148,10 +160,7 @@ def bring_back(
         else:
             staged.data.append((parameter, value, grad))
     commit(model, optimizer, staged)
-    for tensor in files:
-        place = locate(tensor) if tensor.device.type == "cpu" else None
-        if place is not None:
-            place[0].drop(tensor)
+    staged.discard()
     return staged.replaced
 
 

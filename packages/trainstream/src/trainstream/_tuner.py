@@ -101,6 +101,8 @@ class Tuner:
 
     def after_step(self, session: Session) -> None:
         """Take the measure of a step; bring blocks back once enough is known."""
+        if not session.adapting:
+            return
         self._steps += 1
         if self._cpu:
             release_free_memory()
@@ -108,20 +110,38 @@ class Tuner:
         governor = self.governor
         if governor.base:
             governor.learn(max(peak - governor.base - governor.kept, 0))
-        if self._steps > _MEASURED and self._rounds < _ROUNDS:
+        if self._steps > _MEASURED:
             self._rounds += 1
-            returned = self._bring_back(session, self._limits.room - peak)
-            if not returned:
+            if not self._bring_back(session, self._limits.room - peak):
                 self._rounds = _ROUNDS
-        if self._rounds >= _ROUNDS and session.adapting:
+        policies = [
+            now if fallback is not None else asked
+            for now, fallback, asked in zip(
+                governor.policies, self._want.fallback, self._want.policy, strict=True
+            )
+        ]
+        self._write_down(session, policies)
+        if self._rounds >= _ROUNDS:
             session.adapting = False
-            kept = governor.policies.count("keep")
             session.events.add(
-                f"settled after {self._steps} steps: {len(self._paged)} groups are paged, {kept} of "
-                f"{len(self._pager.blocks)} blocks keep their activations; peak {format_bytes(peak)} of "
-                f"{format_bytes(self._limits.room)}"
+                f"settled after {self._steps} steps: {len(self._paged)} groups are paged, "
+                f"{policies.count('keep')} of {len(policies)} blocks keep their activations; peak "
+                f"{format_bytes(peak)} of {format_bytes(self._limits.room)}"
             )
             self.stop()
+
+    def _write_down(self, session: Session, policies: list[str]) -> None:
+        """Let the session's plan say what holds now."""
+        left = iter(policies)
+        rows = tuple(
+            dataclasses.replace(
+                row,
+                tier=row.tier if index in self._paged else "device",
+                policy=next(left) if row.kind == "block" else row.policy,
+            )
+            for index, row in enumerate(session.plan.blocks)
+        )
+        session.plan = dataclasses.replace(session.plan, blocks=rows, slots=len(self._pager.slots))
 
     def _bring_back(self, session: Session, room: int) -> int:
         """Return units to the device while `room` lasts, blocks first; say how many."""
@@ -144,17 +164,9 @@ class Tuner:
         if isinstance(session.optimizer, OffloadAdamW):
             session.optimizer.rehouse([p for p in free if p.requires_grad])
         self._paged -= set(chosen)
-        gone = {self._specs[index].name for index in chosen}
-        session.plan = dataclasses.replace(
-            session.plan,
-            blocks=tuple(
-                dataclasses.replace(row, tier="device") if row.name in gone else row
-                for row in session.plan.blocks
-            ),
-            slots=len(self._pager.slots),
-        )
         session.events.add(
             f"{len(chosen)} groups return to {self._tiers.device}: the measured peak leaves room"
         )
-        self.governor.relearn()
+        # Their gradients now come into being in backward, on the device.
+        self.governor.expect(sum(self._specs[index].scratch for index in chosen))
         return len(chosen)

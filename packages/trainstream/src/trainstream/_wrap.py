@@ -21,7 +21,7 @@ from trainstream._decide import Decided, decide, make_plan
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers, asked, start_paging
-from trainstream._session import Session, session_of
+from trainstream._session import Session, ZeroGrad, session_of
 from trainstream._staging import bring_back, commit, stage
 from trainstream._tuner import Tuner
 from ts_core import registry
@@ -110,7 +110,9 @@ def wrap(
             step()
         tiers.close()
         raise
-    del undo, staged
+    undo.clear()
+    staged.discard()
+    del staged
     if device.type == "cpu" and (paged or bounds.cap is not None):
         keep_heap_tight()
         release_free_memory()
@@ -121,6 +123,8 @@ def wrap(
     for line in [*decided.why, *checked.notes(adapts=decided.adapts)]:
         session.decide(line)
     model.__dict__["_trainstream_session"] = session
+    if pager is not None and "zero_grad" not in model.__dict__:
+        model.__dict__["zero_grad"] = ZeroGrad(model)
     session.start()
     return model, adopted
 
@@ -194,6 +198,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             session.optimizer.rehouse([p for p in paged if p.requires_grad])
             session.optimizer.set_memory(None)
     session.tiers.close()
+    if isinstance(model.__dict__.get("zero_grad"), ZeroGrad):
+        del model.__dict__["zero_grad"]
     del model.__dict__["_trainstream_session"]
     return model
 

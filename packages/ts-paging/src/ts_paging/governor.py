@@ -89,9 +89,10 @@ class ActivationGovernor:
         self._transient_input = max(self.largest, 1)
         self.base = 0
 
-    def relearn(self) -> None:
-        """Forget the bytes a step uses: something else of it has changed."""
-        self._transient = None
+    def expect(self, more: int) -> None:
+        """Add bytes that coming steps will use beyond what was learned."""
+        if self._transient is not None:
+            self._transient += more
 
     def enter(self, block: PagedBlock, args: Any, kwargs: Any) -> None:
         """Decide at the first block of a pass; give every managed block its policy."""

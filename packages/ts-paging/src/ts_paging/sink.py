@@ -8,6 +8,7 @@ them for an ordinary leaf, and the sum is added to ``p.grad`` once, at the end o
 from __future__ import annotations
 
 import threading
+import weakref
 from typing import Protocol
 
 import torch
@@ -41,6 +42,26 @@ def _holders(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+_Parts = dict[int, tuple[nn.Parameter, list[tuple[Tensor, CopyTicket | None]]]]
+
+
+class _Pass:
+    """What one backward pass has brought so far; the engine calls it at the end of the pass.
+
+    The engine alone holds it: it goes with a pass that fails, and a pass within another one (reentrant
+    checkpointing) has its own.
+    """
+
+    __slots__ = ("__weakref__", "_sink", "parts")
+
+    def __init__(self, sink: GradientSink) -> None:
+        self._sink = sink
+        self.parts: _Parts = {}
+
+    def __call__(self) -> None:
+        self._sink._land(self.parts)
+
+
 class GradientSink:
     """Takes gradients during a backward pass and lands them at its end.
 
@@ -51,8 +72,7 @@ class GradientSink:
     def __init__(self, memory: HostMemory | None = None) -> None:
         """Hold nothing yet; buffers come from `memory` and are used again."""
         self._memory = memory or PlainMemory()
-        self._parts: dict[int, tuple[nn.Parameter, list[tuple[Tensor, CopyTicket | None]]]] = {}
-        self._task = -1
+        self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
         # The engine has a thread per device: a penalty on host Parameters runs beside the CUDA backward.
         self._lock = threading.Lock()
         # With each buffer, how many hold its memory when nobody else does: a view has a base that does, too.
@@ -80,11 +100,10 @@ class GradientSink:
 
     def _take(self, parameter: nn.Parameter, grad: Tensor, first: bool) -> None:
         task = torch._C._current_graph_task_id()
-        if task != self._task:
-            # What an interrupted pass left behind belongs to no gradient.
-            self._parts.clear()
-            self._task = task
-            torch.autograd.Variable._execution_engine.queue_callback(self._land)
+        under_way = self._passes.get(task)
+        if under_way is None:
+            self._passes[task] = under_way = _Pass(self)
+            torch.autograd.Variable._execution_engine.queue_callback(under_way)
         with torch._C.DisableTorchFunctionSubclass():
             host = self._buffer(parameter)
             ticket = None
@@ -98,7 +117,7 @@ class GradientSink:
                 flat = host.as_strided((host.numel(),), (1,))
                 ticket = registry.copy_engine().d2h(flat, grad.as_strided((grad.numel(),), (1,)))
                 self.d2h_bytes += host.nbytes
-        parts = self._parts.setdefault(id(parameter), (parameter, []))[1]
+        parts = under_way.parts.setdefault(id(parameter), (parameter, []))[1]
         raced = first and any(other is not None for _, other in parts)
         parts.insert(0 if raced else len(parts), (host, ticket))
 
@@ -117,13 +136,15 @@ class GradientSink:
         return tensor
 
     def _landing(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
-        parts = self._parts.get(id(parameter))
-        return parts is not None and any(host is tensor for host, _ in parts[1])
+        for under_way in self._passes.values():
+            parts = under_way.parts.get(id(parameter))
+            if parts is not None and any(host is tensor for host, _ in parts[1]):
+                return True
+        return False
 
     @torch.no_grad()
-    def _land(self) -> None:
+    def _land(self, parts: _Parts) -> None:
         """Sum, run the hooks, set or add ``p.grad``: what AccumulateGrad does for an ordinary leaf."""
-        parts, self._parts, self._task = self._parts, {}, -1
         for parameter, contributions in parts.values():
             for _, ticket in contributions:
                 if ticket is not None:

@@ -3,10 +3,11 @@
     python bigger_than_ram.py --budget 128MiB --factor 3 --steps 200 --verify [--kind lora] [--out FILE]
 
 A child process imports everything and notes its baseline: anonymous + shared memory just after `import
-trainstream`. Then it is limited to baseline + budget, without swap (a control group, v1 or v2; where none can
-be made the peak is only measured), builds a Llama-shaped model of `--factor` x budget bytes of fp32 weights
-that never exists in RAM as a whole, and trains it with wrap(ram_budget=...). `full` trains every weight:
-gradients and moments, three times the weights again, are in files too.
+trainstream`. Then it is limited to baseline + budget without swap by a control group, v1 or v2 (what the
+kernel had charged for page tables and inodes by then comes on top; where no group can be made the peak is
+only measured). It builds a Llama-shaped model of `--factor` x budget bytes of fp32 weights that never exists
+in RAM as a whole, and trains it with wrap(ram_budget=...). `full` trains every weight: gradients and moments,
+three times the weights again, are in files too.
 
 RAM used is anonymous + shared memory above the baseline, sampled every 10 ms by the child, and every 20 ms by
 the parent from the control group's own count. The cache of mapped files is charged to the group as well, but
@@ -115,6 +116,11 @@ def process_io() -> dict:
     return {"disk_read_bytes": table["read_bytes"], "disk_written_bytes": table["write_bytes"]}
 
 
+def told(step: int, sampler) -> dict:
+    """What the parent hears after a step: it is all there is if the child is killed."""
+    return {"phase": f"step {step}", "peak_used_bytes": sampler.used_bytes}
+
+
 def child(spec: dict) -> None:
     """Import, say the baseline, wait for the limit, train, say the result."""
     import torch
@@ -143,10 +149,12 @@ def child(spec: dict) -> None:
         trained = [p for p in model.parameters() if p.requires_grad]
         optimizer = torch.optim.AdamW(trained, lr=spec["lr"])
         built_s, built_peak = time.perf_counter() - start, sampler.used_bytes
+        say({"phase": "built", "peak_used_bytes": built_peak})
         options = spec["options"] if limited else {}
         model, optimizer = trainstream.wrap(model, optimizer, **options)
         wrapped_peak = sampler.used_bytes
-        found = train(model, optimizer, spec, lambda step: say({"step": step}) if step % 10 == 0 else None)
+        say({"phase": "wrapped", "peak_used_bytes": wrapped_peak})
+        found = train(model, optimizer, spec, lambda step: say(told(step, sampler)))
     report = trainstream.memory_report(model)
     after = process_io()
     steady = sorted(found["times"][3:] or found["times"])
@@ -194,12 +202,14 @@ class GroupSampler(threading.Thread):
     def __init__(self, group: MemoryGroup) -> None:
         """Sample nothing yet."""
         super().__init__(daemon=True)
-        self.group, self.peak, self.halt = group, 0, threading.Event()
+        self.group, self.halt = group, threading.Event()
+        self.peak = self.kernel_peak = 0
 
     def run(self) -> None:
         """Sample until told to halt."""
         while not self.halt.wait(0.02):
             self.peak = max(self.peak, self.group.unreclaimable())
+            self.kernel_peak = max(self.kernel_peak, self.group.kernel())
 
 
 def run_child(spec: dict, group: MemoryGroup | None, timeout: float, verbose: bool) -> dict:
@@ -215,6 +225,7 @@ def run_child(spec: dict, group: MemoryGroup | None, timeout: float, verbose: bo
     killer.start()
     sampler = GroupSampler(group) if group is not None else None
     found: dict = {}
+    kernel = 0
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -226,15 +237,17 @@ def run_child(spec: dict, group: MemoryGroup | None, timeout: float, verbose: bo
             if "baseline_bytes" in message:
                 found |= message
                 if group is not None and sampler is not None:
+                    kernel = group.kernel()
                     if spec["budget"] is not None:
-                        group.limit(message["baseline_bytes"] + spec["budget"])
+                        group.limit(message["baseline_bytes"] + kernel + spec["budget"])
                     sampler.start()
                 process.stdin.write("go\n")
                 process.stdin.flush()
-            elif "step" in message:
+            elif "phase" in message:
                 found |= message
                 if verbose:
-                    print(f"# {spec['mode']}: step {message['step']}", file=sys.stderr, flush=True)
+                    used = f"{message['peak_used_bytes'] / 2**20:.1f} MiB at most"
+                    print(f"# {spec['mode']}: {message['phase']}, {used}", file=sys.stderr, flush=True)
             else:
                 found |= message["result"]
         status = process.wait()
@@ -245,11 +258,16 @@ def run_child(spec: dict, group: MemoryGroup | None, timeout: float, verbose: bo
     if sampler is not None and group is not None and sampler.is_alive():
         sampler.halt.set()
         sampler.join()
-        base = found["baseline_bytes"]
-        found["cgroup"] = {"version": group.version, **group.facts(), "peak_used_bytes": sampler.peak - base}
+        found["cgroup"] = {
+            "version": group.version,
+            **group.facts(),
+            "peak_used_bytes": sampler.peak - found["baseline_bytes"],
+            "kernel_baseline_bytes": kernel,
+            "kernel_peak_bytes": sampler.kernel_peak,
+        }
     if status or "losses" not in found:
         why = "killed: out of memory, or the time was up" if status == -signal.SIGKILL else f"status {status}"
-        found["error"] = f"{why}; last step seen: {found.get('step', 0)}"
+        found["error"] = f"{why}; last heard: {found.get('phase', 'nothing')}"
     return found
 
 

@@ -9,9 +9,10 @@ from pathlib import Path
 
 __all__ = ["MemoryGroup"]
 
-# (version, where it is mounted, limit, most used, limit with swap)
+# (version, where it is mounted, limit, most used)
 _V1 = (1, "sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.max_usage_in_bytes")
 _V2 = (2, "sys/fs/cgroup", "memory.max", "memory.peak")
+_REFAULT = "workingset_refault_file"
 
 
 class MemoryGroup:
@@ -85,6 +86,11 @@ class MemoryGroup:
         table = self._table("memory.stat")
         return table.get("total_rss", table.get("anon", 0)) + table.get("total_shmem", table.get("shmem", 0))
 
+    def kernel(self) -> int:
+        """Memory of the kernel charged to the group now: page tables, inodes, stacks."""
+        known = self._number("memory.kmem.usage_in_bytes")
+        return known if known is not None else self._table("memory.stat").get("kernel", 0)
+
     def facts(self) -> dict[str, int | None]:
         """What the kernel counted: peak (with file cache), refused charges, kills, and the cache now."""
         table = self._table("memory.stat")
@@ -95,6 +101,7 @@ class MemoryGroup:
             "limit_hits": events.get("max", self._number("memory.failcnt")),
             "oom_kills": events.get("oom_kill"),
             "cache_bytes": table.get("total_cache", table.get("file")),
+            "file_pages_read_again": table.get("total_" + _REFAULT, table.get(_REFAULT)),
             "mapped_file_bytes": table.get("total_mapped_file", table.get("file_mapped")),
         }
 

@@ -226,7 +226,7 @@ def test_zero_grad_of_the_model_is_the_models_own_again_in_copies_and_after_unwr
     import copy
     import pickle
 
-    model, optimizer = trainstream.wrap(toy(), param_offload=True)
+    model, _ = trainstream.wrap(toy(), param_offload=True)
     model(torch.randn(3, 16)).sum().backward()
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         other(torch.randn(3, 16)).sum().backward()

@@ -154,20 +154,18 @@ class ZeroGrad:
         if model is None:
             return
         if not set_to_none:
-            type(model).zero_grad(model, set_to_none=False)
+            nn.Module.zero_grad(model, set_to_none=False)
             return
         for parameter in model.parameters():
             parameter.grad = None
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         """A copy of the model has the class's own method again."""
-        model = self._model()
-        return types.MethodType(type(model).zero_grad, memo[id(model)])
+        return types.MethodType(nn.Module.zero_grad, memo[id(self._model())])
 
     def __reduce__(self) -> Any:
-        """The same for a pickled one."""
-        model = self._model()
-        return types.MethodType, (type(model).zero_grad, model)
+        """The same for a pickled one, whose own dictionary is still empty when this is looked up."""
+        return getattr, (self._model(), "zero_grad")
 
 
 def host_peak_bytes() -> int:

@@ -1,0 +1,154 @@
+"""`finetune` within byte budgets: the base in files from the start, the plan said, the peak in the limit."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_models import json_events, save_tiny_model, write_texts
+from typer.testing import CliRunner
+
+from trainstream.cli import app, loop, models
+from trainstream.cli.settings import Settings, merge
+from ts_core.errors import DoesNotFitError, OptionError
+from ts_core.plan import Plan
+from ts_hf.offload import file_bytes
+
+WORDS = [
+    "model=tiny", "data=texts", "seq_len=16", "batch_size=2", "dtype=fp32", "threads=1", "device=cpu",
+    "lr=5e-3", "eval_batches=1", "steps=4", "log_steps=1",
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory):
+    root = tmp_path_factory.mktemp("budget")
+    save_tiny_model(root / "tiny")
+    shape = {"hidden_size": 256, "intermediate_size": 704, "num_hidden_layers": 16, "head_dim": 64}
+    save_tiny_model(root / "middle", **shape)
+    write_texts(root / "texts")
+    return root
+
+
+@pytest.fixture(autouse=True)
+def _here(place, monkeypatch):
+    threads = torch.get_num_threads()
+    monkeypatch.chdir(place)
+    yield
+    torch.set_num_threads(threads)
+
+
+def finetune(*words):
+    result = CliRunner().invoke(app, ["finetune", "--json", "--debug", *words])
+    assert result.exit_code == 0, result.stderr
+    events = json_events(result.stdout)
+    return {
+        kind: [e for e in events if e["event"] == kind] for kind in ("plan", "step", "result")
+    }, result.stderr
+
+
+def losses(events):
+    return [event["loss"] for event in events["step"]]
+
+
+def test_budgets_are_settings_like_the_others(place, tmp_path):
+    assert (merge({"ram": "8GiB"}).ram, merge({"ram_budget": "1GB"}).ram) == (8 << 30, 10**9)
+    assert (merge({"vram": 5}).vram, merge({"disk_budget": "none"}).disk) == (5, None)
+    with pytest.raises(OptionError, match="ram"):
+        merge({"ram": "0"})
+    assert Settings.from_json(merge({"disk": "1G"}).to_json()).disk == 1 << 30
+    config = tmp_path / "job.yaml"
+    config.write_text("model: tiny\ndata: [texts]\nmax_steps: 1\nram: 20GiB\ndisk: 5GiB\n")
+    events, said = finetune(str(config), f"output_dir={tmp_path}/run")
+    assert events["result"][0]["ram_budget_bytes"] == 20 << 30
+    assert "plan:" in said
+    assert "layers.1 (2)" in said
+
+
+def test_the_plan_is_an_event_and_a_resident_run_says_no_table(tmp_path):
+    events, said = finetune(*WORDS, f"output_dir={tmp_path}/run")
+    (plan,) = events["plan"]
+    adapting = plan.pop("adapting")
+    plan.pop("event")
+    assert adapting is False
+    read = Plan.from_json(json.dumps(plan))
+    assert read.policy == ("keep", "keep")
+    assert "plan:" not in said
+    (result,) = events["result"]
+    assert result["tiers"]["disk"] == 0
+    assert result["paged_groups"] == 0
+
+
+def test_a_budget_gives_the_same_losses_and_a_table(tmp_path):
+    resident, _ = finetune(*WORDS, f"output_dir={tmp_path}/a")
+    limited, said = finetune(*WORDS, f"output_dir={tmp_path}/b", "--ram", "64GiB", "--disk", "8GiB")
+    assert losses(limited) == losses(resident)
+    assert "group" in said
+    assert "activations" in said
+
+
+@pytest.mark.parametrize("variable", ["TRAINSTREAM_RAM", "TRAINSTREAM_DISK"])
+def test_the_environment_counts_as_well(tmp_path, monkeypatch, variable):
+    monkeypatch.setenv(variable, "64GiB")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    files = models._files_for(Settings())
+    assert files is not None
+    assert files.directory.startswith(str(tmp_path))
+    base = models.load_base(merge({"model": "tiny"}), torch.float32, torch.device("cpu"))
+    assert sum(file_bytes(p) for p in base.model.parameters()) > 0
+    monkeypatch.delenv(variable)
+    assert models._files_for(Settings()) is None
+
+
+def test_a_gpu_with_a_budget_gets_the_base_from_the_cpu():
+    settings = merge({"model": "tiny", "vram": "1GiB"})
+    base = models.load_base(settings, torch.float32, torch.device("cuda"))
+    assert {p.device.type for p in base.model.parameters()} == {"cpu"}
+
+
+def test_what_the_loss_takes_is_counted_and_never_changed(tmp_path):
+    words = {"model": "tiny", "method": "full", "ram": "100KiB", "loss_chunk_size": 8}
+    settings = merge(words)
+    base = models.load_base(settings, torch.float32, torch.device("cpu"))
+    head = base.model.lm_head.weight
+    assert loop._loss_bytes(base.model, settings) == 8 * 258 * 4 + 4 * head.numel()
+    head.requires_grad_(False)
+    assert loop._loss_bytes(base.model, settings) == 8 * 258 * 4
+    with pytest.raises(DoesNotFitError, match="loss_chunk_size=8"):
+        loop.make_optimizer(base.model, settings, 1, torch.device("cpu"))
+    with pytest.raises(DoesNotFitError, match=r"ram=1\.00 KiB: the loss takes"):
+        loop.make_optimizer(base.model, merge({**words, "ram": 1024}), 1, torch.device("cpu"))
+
+
+def measured(place, folder, *words):
+    """Run in a process of its own: what other tests hold must not count."""
+    ran = subprocess.run(
+        [sys.executable, "-m", "trainstream.cli", "finetune", "--json", *words, f"output_dir={folder}"],
+        check=False, capture_output=True, text=True, cwd=place, env={**os.environ, "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr
+    return json_events(ran.stdout)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_peak_stays_below_the_budget(place, tmp_path):
+    budget = 190 << 20
+    words = [*WORDS[1:], "model=middle", "method=full", "save_steps=2"]
+    events = measured(place, tmp_path / "run", *words, "--ram", str(budget))
+    (plan,) = [event for event in events if event["event"] == "plan"]
+    weights = sum(block["bytes"] for block in plan["blocks"])
+    assert 4 * weights > 190e6  # with gradients and moments more than the budget, which other things use too
+    assert plan["adapting"]
+    assert {block["tier"] for block in plan["blocks"]} == {"disk"}
+    result = events[-1]
+    assert 0 < result["peak_ram_used_bytes"] <= budget
+    assert result["moved"]["disk_read_bytes"] > weights
+    assert result["tiers"]["disk"] > 0
+    resident, _ = finetune(*words, f"output_dir={tmp_path}/resident")
+    assert [e["loss"] for e in events if e["event"] == "step"] == losses(resident)
+    # Resumed within the budget, from weights and state that are larger.
+    events = measured(place, tmp_path / "run", f"resume={tmp_path}/run/checkpoint-2")
+    assert 0 < events[-1]["peak_ram_used_bytes"] <= budget
+    assert [e["loss"] for e in events if e["event"] == "step"] == losses(resident)[2:]

@@ -84,10 +84,7 @@ def read_plan(folder: Path) -> SavedPlan | None:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
         if content["format"] != _FORMAT:
-            raise CheckpointError(
-                f"[resume] {path} has format {content['format']} (written by version "
-                f"{content.get('version')}); this release reads {_FORMAT}"
-            )
+            raise ValueError(f"format {content['format']}, written by version {content.get('version')}")
         return SavedPlan(
             folder,
             str(content["version"]),
@@ -97,9 +94,9 @@ def read_plan(folder: Path) -> SavedPlan | None:
             content["parameters"],
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        if isinstance(error, CheckpointError):
-            raise
-        raise CheckpointError(f"[resume] {path} is damaged: {type(error).__name__}: {error}") from error
+        raise CheckpointError(
+            f"[resume] {path} cannot be read by this release (format {_FORMAT}): {type(error).__name__}: {error}"
+        ) from error
 
 
 @dataclasses.dataclass(frozen=True)

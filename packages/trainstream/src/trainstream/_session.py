@@ -8,6 +8,7 @@ import sys
 import time
 import types
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -49,6 +50,7 @@ class Session:
         events: What happened and what was decided, as lines of text.
         decisions: The lines that decided an ``"auto"`` option.
         adapting: True while the session still tunes itself.
+        undo: What `unwrap()` calls beside taking back what it knows of.
         history: Measurements of the latest steps: ``step``, ``step_s`` (seconds since the previous step),
             ``device_peak_bytes`` (0 on the CPU) and ``host_peak_bytes`` (peak resident size of the process).
     """
@@ -78,6 +80,7 @@ class Session:
         self.adapting = tuner is not None
         self.history: collections.deque[dict[str, float]] = collections.deque(maxlen=_HISTORY)
         self.steps = 0
+        self.undo: list[Callable[[], None]] = []
         self._last: float | None = None
         self._hooks: list[RemovableHandle] = []
         self._reach: ReachCheck | None = None

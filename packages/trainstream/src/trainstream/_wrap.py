@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 import ts_quant
 from trainstream._budget import keep_heap_tight, limits
 from trainstream._decide import Decided, decide, make_plan
+from trainstream._device import answer_with
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers, asked, start_paging
@@ -85,6 +86,7 @@ def wrap(
     bounds = limits(model, optimizer, device, checked, Tiers.folder(checked.disk_offload))
     decided = decide(model, inventory, blocks, device, adopted, want, bounds, checked)
     undo: list[Callable[[], None]] = []
+    renamed: list[Callable[[], None]] = []
     pager = None
     try:
         paged = _assign(inventory, decided.layout, tiers)
@@ -97,6 +99,8 @@ def wrap(
             inventory = Inventory(model, groups, blocks)
             pager = start_paging(model, inventory, want, decided.layout, paged, tiers, checked)
             undo.append(pager.detach)
+            renamed = answer_with(model, device)
+            undo += renamed
         if isinstance(adopted, OffloadAdamW) and paged:
             adopted.set_memory(tiers.memory_for)
             adopted.rehouse([p for p in paged.values() if p.requires_grad])
@@ -118,6 +122,7 @@ def wrap(
         release_free_memory()
     plan = make_plan(groups, model, device, decided, adopted, want, pager, bounds, checked)
     session = Session(model, adopted, checked, groups, plan, pager, tiers, tuner)
+    session.undo += renamed
     for line in _story(session, how, decided, want, len(blocks)):
         session.events.add(line)
     for line in [*decided.why, *checked.notes(adapts=decided.adapts)]:
@@ -198,6 +203,8 @@ def unwrap(model: nn.Module) -> nn.Module:
             session.optimizer.rehouse([p for p in paged if p.requires_grad])
             session.optimizer.set_memory(None)
     session.tiers.close()
+    for step in session.undo:
+        step()
     if isinstance(model.__dict__.get("zero_grad"), ZeroGrad):
         del model.__dict__["zero_grad"]
     del model.__dict__["_trainstream_session"]

@@ -67,7 +67,7 @@ class ActivationGovernor:
         self._per_byte: float | None = None
         self._transient: int | None = None
         self._transient_input = 1
-        self._counting: tuple[int, dict[int, int]] | None = None
+        self._counting: tuple[int, int, dict[int, int]] | None = None
 
     @property
     def measured(self) -> bool:
@@ -99,7 +99,7 @@ class ActivationGovernor:
         index = self._names.get(block.name)
         if index is None:
             return
-        self._settle()
+        self._settle(index)
         if index == 0:
             self._begin(_input_bytes(args, kwargs))
         if self._managed[index] is not None:
@@ -111,9 +111,9 @@ class ActivationGovernor:
         if self.measured or index is None or self._managed[index] is None or block.policy != "keep":
             return None
         flat = tree_flatten((args, kwargs))[0]
-        known = {t.untyped_storage()._cdata for t in flat if type(t) is Tensor}
+        known = {t.untyped_storage()._cdata for t in flat if type(t) is Tensor} | _held_by(block.module)
         sizes: dict[int, int] = {}
-        self._counting = (_input_bytes(args, kwargs), sizes)
+        self._counting = (index, _input_bytes(args, kwargs), sizes)
         address = None if block.slot is None else block.slot.address
 
         def count(tensor: Tensor) -> None:
@@ -125,11 +125,13 @@ class ActivationGovernor:
 
         return count
 
-    def _settle(self) -> None:
+    def _settle(self, index: int) -> None:
+        """Take over what was counted, unless that block failed: then a pass starts anew at the first one."""
         if self._counting is not None:
-            size, sizes = self._counting
+            counted, size, sizes = self._counting
             self._counting = None
-            self._per_byte = sum(sizes.values()) / max(size, 1)
+            if index > 0 or counted == len(self._names) - 1:
+                self._per_byte = sum(sizes.values()) / size
 
     def _begin(self, size: int) -> None:
         used = self._used()
@@ -144,8 +146,8 @@ class ActivationGovernor:
         managed = [index for index, fallback in enumerate(self._managed) if fallback is not None]
         self._policies = [fallback or "keep" for fallback in self._managed]
         if self._per_byte is None:
-            if managed and managed[0] == 0:
-                self._policies[0] = "keep"  # the block that is measured
+            if managed:
+                self._policies[managed[0]] = "keep"  # the block that is measured
             self.kept = 0
             return
         each = max(int(self._per_byte * size), 1)
@@ -159,10 +161,16 @@ class ActivationGovernor:
         self.kept = each * len(chosen)
 
 
+def _held_by(module: nn.Module) -> set[int]:
+    """Storages that a module holds anyway: saving one of them for backward takes nothing more."""
+    with torch._C.DisableTorchFunctionSubclass():
+        held = [*module.parameters(), *module.buffers()]
+        parts = [part for t in held for part in (getattr(t, "packed", None) or {"": t}).values()]
+        return {part.untyped_storage()._cdata for part in parts if part.layout is torch.strided}
+
+
 def _input_bytes(args: Any, kwargs: Any) -> int:
-    """Bytes of the largest floating input: the hidden states."""
-    flat = tree_flatten((args, kwargs))[0]
-    sizes = [
-        t.numel() * t.element_size() for t in flat if isinstance(t, torch.Tensor) and t.is_floating_point()
-    ]
-    return max(sizes, default=0)
+    """Bytes of the largest floating input (the hidden states), or of any if there is none; at least 1."""
+    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, torch.Tensor)]
+    floating = [t for t in tensors if t.is_floating_point()]
+    return max([t.numel() * t.element_size() for t in floating or tensors], default=1) or 1

@@ -38,14 +38,19 @@ def answer_with(model: nn.Module, device: torch.device) -> list[Callable[[], Non
     return undo
 
 
+def _blank(kind: type[nn.Module]) -> nn.Module:
+    return kind.__new__(kind)
+
+
 def _answering(kind: type[nn.Module], device: torch.device) -> type[nn.Module]:
     def reduce(self: Any, protocol: Any) -> Any:
         mine = self.__class__
         self.__class__ = kind
         try:
-            return self.__reduce_ex__(protocol)
+            _, _, *rest = self.__reduce_ex__(protocol)
         finally:
             self.__class__ = mine
+        return (_blank, (kind,), *rest)
 
     names = {
         "__module__": kind.__module__,

@@ -129,6 +129,7 @@ def load_base(
         str(weights or source),
         quantize=codec,
         dtype=dtype,
+        quant_block_size=settings.wrap.get("quant_block_size", 64),
         device=device,
         disk_offload=files,
         trust_remote_code=settings.trust_remote_code,

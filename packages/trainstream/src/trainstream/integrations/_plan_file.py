@@ -95,7 +95,8 @@ def read_plan(folder: Path) -> SavedPlan | None:
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
-            f"[resume] {path} cannot be read by this release (format {_FORMAT}): {type(error).__name__}: {error}"
+            f"[resume] {path} cannot be read by this release (format {_FORMAT}): {type(error).__name__}: "
+            f"{error}"
         ) from error
 
 

@@ -37,10 +37,10 @@ ROWS = 8  # different rows of tokens, in turn: the losses fall as they are learn
 
 
 def shape_of(model_bytes: int, hidden: int | None) -> dict:
-    """A Llama shape whose fp32 weights take about `model_bytes`, in blocks of at most 1/24 of that."""
+    """A Llama shape whose fp32 weights take at least `model_bytes`, in blocks of about 1/24 of that or less."""
     for size in [hidden] if hidden else (1024, 768, 512, 384, 256, 128, 64):
         inner, vocabulary = int(size * 2.75) // 32 * 32, 16 * size
-        block = 4 * (4 * size * size + 3 * size * inner + 2 * size)
+        block = 4 * (3 * size * size + 3 * size * inner + 2 * size)  # keys and values: half as many heads
         edges = 4 * (2 * vocabulary * size + size)
         layers = -(-(model_bytes - edges) // block)
         if layers >= 24 or (layers >= 1 and (hidden or size == 64)):

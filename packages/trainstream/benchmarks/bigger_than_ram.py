@@ -37,7 +37,7 @@ ROWS = 8  # different rows of tokens, in turn: the losses fall as they are learn
 
 
 def shape_of(model_bytes: int, hidden: int | None) -> dict:
-    """A Llama shape whose fp32 weights take at least `model_bytes`, in blocks of about 1/24 of that or less."""
+    """A Llama shape whose fp32 weights take at least `model_bytes`, in some two dozen blocks or more."""
     for size in [hidden] if hidden else (1024, 768, 512, 384, 256, 128, 64):
         inner, vocabulary = int(size * 2.75) // 32 * 32, 16 * size
         block = 4 * (3 * size * size + 3 * size * inner + 2 * size)  # keys and values: half as many heads

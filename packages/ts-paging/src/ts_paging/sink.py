@@ -153,6 +153,8 @@ class GradientSink:
                 total = contributions[0][0]
                 for part, _ in contributions[1:]:
                     total += part
+                # A graph from before its weight returned to the device lands there.
+                total = total.to(parameter.device)
                 entry = guard_of(parameter)
                 for hook in list(entry.hooks.values()) if entry else ():
                     changed = hook(total)

@@ -8,6 +8,7 @@ it, so the order of backward passes does not matter.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import copy
 import types
@@ -20,9 +21,9 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from ts_core.errors import StateError
-from ts_core.guard import guard_of
+from ts_core.guard import GuardedParameter, guard, guard_of, release
 
-from .activations import _View, park_hook
+from .activations import park_hook
 from .files import locate
 from .slots import Slot, SlotLayout, own_view
 
@@ -30,6 +31,10 @@ if TYPE_CHECKING:
     from .pager import WeightPager
 
 __all__ = ["PagedBlock"]
+
+_SMALL_BUFFER_BYTES = 1 << 20  # what a block that recomputes copies of each buffer before it runs
+
+_Stamp = tuple[int, ...]
 
 
 class _Bind(torch.autograd.Function):
@@ -90,24 +95,44 @@ class _StandIn:
 
     def with_weights(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `ts_core.paged.with_weights` calls."""
-        return self._block.compute(function, args, kwargs)
+        return self._block.seated().compute(function, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         module = self._block.module
         return types.MethodType(getattr(type(module), self._name), memo[id(module)])
 
     def __reduce__(self) -> Any:
-        module = self._block.module
-        return types.MethodType, (getattr(type(module), self._name), module)
+        # Looked up while the new module's own dictionary is still empty: the class's method is found.
+        return getattr, (self._block.module, self._name)
 
 
 class _Weight:
-    """A saved tensor that is a view of a slot."""
+    """A saved tensor that is a view of a slot, and the state its Parameter was in."""
 
-    __slots__ = ("block", "view")
+    __slots__ = ("block", "index", "version", "view")
 
-    def __init__(self, block: PagedBlock, view: Tensor) -> None:
+    def __init__(self, block: PagedBlock, view: Tensor, stamp: _Stamp) -> None:
         self.block, self.view = block, view
+        offsets = block.layout.offsets
+        self.index = bisect.bisect_right(offsets, view.storage_offset() * view.dtype.itemsize) - 1
+        self.version = stamp[self.index]
+
+    def tensor(self) -> Tensor:
+        block = self.block
+        with torch._C.DisableTorchFunctionSubclass():
+            if block.parameters[self.index]._version != self.version:
+                raise written_between(block)
+        block.pager.use(block, backward=True)
+        return self.view
+
+
+def written_between(block: PagedBlock) -> StateError:
+    """Say what autograd says of an ordinary weight, which it cannot see here."""
+    return StateError(
+        f"paged block {block.name!r}: one of the tensors needed for backward was modified in place since the "
+        "forward pass (an optimizer step, or an edit of a weight or an activation); run forward again, or "
+        "call backward before the change"
+    )
 
 
 class PagedBlock:
@@ -146,7 +171,8 @@ class PagedBlock:
         self.slot: Slot | None = None
         self.views: list[Tensor] = []
         self.fill_views: list[Tensor] = []
-        self._stamp: tuple[int, ...] = ()
+        self._stamp: _Stamp = ()
+        self._inside = False
         self._original: Callable[..., Any] = module.forward
         self._before: dict[str, Any] = {}
 
@@ -160,6 +186,12 @@ class PagedBlock:
                 self.fill_views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
         self._anchor = torch.zeros((), device=self.pager.device, requires_grad=True)
         self._original = self.module.forward
+        self._buffers = [
+            (owner._buffers, key)
+            for owner in self.module.modules()
+            for key, buffer in owner._buffers.items()
+            if buffer is not None
+        ]
         own = self.module.__dict__
         self._before = {key: own[key] for key in ("forward", "_apply") if key in own}
         own["forward"] = _StandIn(self, "forward", self._forward)
@@ -200,7 +232,49 @@ class PagedBlock:
                 for key in order[id(place)]:
                     place[key] = place.pop(key)
 
-    def stamp(self) -> tuple[int, ...]:
+    def _reseat(self) -> None:
+        """Take over Parameters that were assigned in the place of ours: ``load_state_dict(assign=True)``.
+
+        Raises:
+            StateError: What is there now cannot be paged in the same place of the slot.
+        """
+        found: dict[int, Any] = {}
+        for place, key, parameter, index in self._sites:
+            now = place.get(key)
+            if found.setdefault(index, now) is not now or (
+                now is not parameter and not self._fits(now, index)
+            ):
+                raise StateError(
+                    f"paged block {self.name!r}: {key!r} was replaced by something that cannot be paged in "
+                    f"its place: expected one CPU Parameter of {tuple(parameter.shape)}, {parameter.dtype} "
+                    f"and strides {parameter.stride()} wherever the old one was; unwrap the model before "
+                    "changing its weights' shape, dtype or device"
+                )
+        others = [b for b in (*self.pager.blocks, *self.pager.edges) if b is not self]
+        kept = {id(p) for block in others for p in block.parameters}
+        for index, now in found.items():
+            before = self.parameters[index]
+            if now is before:
+                continue
+            self.parameters[index] = now
+            entry = guard_of(before)
+            if entry is not None and type(now) in (nn.Parameter, GuardedParameter):
+                guard(now, self.pager.sink.divert).rank = entry.rank
+            if id(before) not in kept:
+                release(before)
+                self.pager.sink.forget(before)
+        self._sites = [(place, key, found[index], index) for place, key, _, index in self._sites]
+        self._stamp = ()
+
+    def _fits(self, value: Any, index: int) -> bool:
+        if not isinstance(value, nn.Parameter) or value.device.type != "cpu":
+            return False
+        old = decoded(self.parameters[index])
+        if value.shape != old.shape or value.dtype != old.dtype:
+            return False
+        return getattr(value, "packed", None) is not None or value.stride() == old.stride()
+
+    def stamp(self) -> _Stamp:
         """Return what changes whenever a weight is written outside."""
         return tuple([parameter._version for parameter in self.parameters])
 
@@ -221,7 +295,16 @@ class PagedBlock:
         self._stamp = self.stamp()
         self.fills += 1
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def seated(self) -> PagedBlock:
+        """Return itself, once its Parameters are those that the module has now."""
+        if not self._inside and any(place.get(key) is not p for place, key, p, _ in self._sites):
+            with torch._C.DisableTorchFunctionSubclass():
+                self._reseat()
+        return self
+
     def _forward(self, *args: Any, **kwargs: Any) -> Any:
+        self.seated()
         return self.compute(self._original, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -262,13 +345,17 @@ class PagedBlock:
 
     @contextlib.contextmanager
     def _bound(self, tensors: Sequence[Tensor]) -> Iterator[None]:
+        # A module may be used inside its own forward (a tied head read by a loss): the innermost is undone.
+        before = [place[key] for place, key, _, _ in self._sites]
+        inside, self._inside = self._inside, True
         for place, key, _, index in self._sites:
             place[key] = tensors[index]  # type: ignore[assignment]
         try:
             yield
         finally:
-            for place, key, parameter, _ in self._sites:
-                place[key] = parameter
+            self._inside = inside
+            for (place, key, _, _), value in zip(self._sites, before, strict=True):
+                place[key] = value
 
     def _recomputed(
         self, function: Callable[..., Any], leaves: Sequence[Tensor], args: Any, kwargs: Any
@@ -276,23 +363,56 @@ class PagedBlock:
         """Run under non-reentrant checkpointing, no hooks of ours inside: torch applies the innermost."""
         again = False
         caches = {id(v): self._as_found(v) for v in (*args, *kwargs.values()) if _is_cache(v)}
+        stamp = self._stamp
+        given = [(t, _version(t)) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+        buffers = self._buffers_now()
 
         def body(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
-            if again:  # a key-value cache has this run's keys and values already
-                args = tuple(caches.get(id(value), value) for value in args)
-                kwargs = {key: caches.get(id(value), value) for key, value in kwargs.items()}
-            again = True
             self.runs += 1
+            if not again:
+                again = True
+                with self._bound(leaves):
+                    output = function(*args, **kwargs)
+                self._expect_constant(buffers)
+                return output
+            if any(_version(t) != version for t, version in given):
+                raise written_between(self)
             if self.slot is not None:
+                with torch._C.DisableTorchFunctionSubclass():
+                    if self.stamp() != stamp:
+                        raise written_between(self)
                 self.pager.use(self)
-            with self._bound(leaves):
+            # A key-value cache has the first run's keys and values already.
+            args = tuple(caches.get(id(value), value) for value in args)
+            kwargs = {key: caches.get(id(value), value) for key, value in kwargs.items()}
+            with self._bound(leaves), _as_they_were(buffers):
                 return function(*args, **kwargs)
 
         return checkpoint(body, *args, use_reentrant=False, **kwargs)
 
+    def _buffers_now(self) -> list[_Buffer]:
+        """Copy the module's buffers: a second run starts from the same ones, and its writes are dropped."""
+        found = []
+        for place, key in self._buffers:
+            buffer = place.get(key)
+            if buffer is not None:
+                small = buffer.nbytes <= _SMALL_BUFFER_BYTES
+                found.append((place, key, buffer, buffer.clone() if small else None, _version(buffer)))
+        return found
+
+    def _expect_constant(self, buffers: list[_Buffer]) -> None:
+        for place, key, buffer, copied, version in buffers:
+            if copied is None and (place.get(key) is not buffer or _version(buffer) != version):
+                raise StateError(
+                    f"paged block {self.name!r}: its forward writes the buffer {key!r} of {buffer.nbytes} "
+                    f"bytes; a block that recomputes may write buffers of {_SMALL_BUFFER_BYTES} bytes at "
+                    "most. Keep or offload the activations of this block"
+                )
+
     def _hooks(self, args: Any, kwargs: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         address = -1 if self.slot is None else self.slot.address
+        stamp = self._stamp
         park: Callable[[Tensor], Any] | None = None
         if self.policy == "offload":
             flat = tree_flatten((args, kwargs))[0]
@@ -305,20 +425,26 @@ class PagedBlock:
         def pack(tensor: Tensor) -> Any:
             if count is not None:
                 count(tensor)
-            if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-                return tensor  # a packed weight of a resident block: it is small, and has no storage
-            if tensor.untyped_storage().data_ptr() == address:
-                return _Weight(self, tensor.detach())
-            return tensor if park is None else park(tensor)
+            # A packed weight of a resident block has no storage; it is small, and stays.
+            if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+                if tensor.untyped_storage().data_ptr() == address:
+                    return _Weight(self, tensor.detach(), stamp)
+                if park is not None:
+                    parked = park(tensor)
+                    if parked is not tensor:
+                        return parked
+            # Detached: a node that holds its own output would never be freed without a backward pass. Hooks
+            # switch autograd's check of versions off, so it is done here.
+            return (tensor if tensor.grad_fn is None else tensor.detach()), tensor._version
 
         def unpack(packed: Any) -> Tensor:
             refuse_create_graph(self)
-            if type(packed) is _Weight:
-                packed.block.pager.use(packed.block, backward=True)
-                return packed.view
-            if type(packed) is _View:
-                return packed.tensor()
-            return packed  # type: ignore[no-any-return]
+            if type(packed) is tuple:
+                tensor, version = packed
+                if tensor._version != version:
+                    raise written_between(self)
+                return tensor  # type: ignore[no-any-return]
+            return packed.tensor()  # type: ignore[no-any-return]
 
         return pack, unpack
 
@@ -368,6 +494,27 @@ def decoded(parameter: Tensor) -> Tensor:
     if getattr(parameter, "packed", None) is not None:
         return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
     return parameter.detach()
+
+
+def _version(tensor: Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version
+
+
+_Buffer = tuple[dict[str, Tensor | None], str, Tensor, Tensor | None, int]
+
+
+@contextlib.contextmanager
+def _as_they_were(buffers: list[_Buffer]) -> Iterator[None]:
+    """Put copies of copies of buffers in their places: the run may come again."""
+    small = [(place, key, copied) for place, key, _, copied, _ in buffers if copied is not None]
+    now = [place.get(key) for place, key, _ in small]
+    for place, key, copied in small:
+        place[key] = copied.clone()
+    try:
+        yield
+    finally:
+        for (place, key, _), value in zip(small, now, strict=True):
+            place[key] = value
 
 
 def _is_cache(value: Any) -> bool:

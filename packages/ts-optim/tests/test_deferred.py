@@ -665,17 +665,21 @@ def test_the_thread_does_not_keep_the_optimizer_and_ends(gate):
         assert_bit_equal(raw(p), q.detach())
 
 
-def test_gradients_are_let_go_of_when_they_have_been_used(lazy):
+def test_gradients_are_let_go_of_when_they_have_been_used(gate):
     ours, _, a, _ = pair()
-    grads = [weakref.ref(p.grad.untyped_storage()) for p in ours]
-    count = torch._C._storage_Use_Count
     held = [p.grad.untyped_storage() for p in ours]
-    assert len(grads) == 4
+
+    def others():
+        return [torch._C._storage_Use_Count(storage._cdata) - 1 for storage in held]
+
     a.step()
     a.zero_grad()
-    assert all(count(s._cdata) > 1 for s in held)
-    a.synchronize()
-    assert [count(s._cdata) for s in held] == [1] * 4
+    assert min(others()) > 0
+    gate.open.set()
+    for thread in threading.enumerate():
+        if thread.name == "ts-optim":
+            thread.join()
+    assert others() == [0] * 4
 
 
 def test_without_a_thread_the_update_is_done_in_step(monkeypatch):

@@ -1,10 +1,10 @@
-"""A program that trains in forked processes, each killed at one moment of a save.
+"""A program that trains in forked processes, each killed at one moment of a save if it is to be.
 
-    python killed_saves.py cases.json
+    python killed_saves.py cases.json [processes at once]
 
-A case says what to train, and when: "armed_by" is the function whose second call begins the save in question,
-"kill" is [function, number of its call from then on, "before" or "after"]. The libraries are imported once,
-before anything has a thread. Prints the exit code of every case.
+A case says what to train, and when it dies: "armed_by" is the function whose second call begins the save in
+question, "kill" is [function, number of its call from then on, "before" or "after"]. The libraries are
+imported once, before anything has a thread. Prints the exit code of every case, 3 for a run to the end.
 """
 
 import importlib
@@ -68,6 +68,7 @@ def run(case):
         from trainstream.cli import app
 
         result = CliRunner().invoke(app, ["finetune", "--debug", *case["words"]])
+        print(result.stdout, flush=True)
         print(result.stderr, file=sys.stderr)
         return
     import torch
@@ -90,7 +91,8 @@ def start(case):
         return pid
     try:
         os.chdir(case.get("cwd", "."))
-        arm(case)
+        if "kill" in case:
+            arm(case)
         run(case)
     finally:
         sys.stderr.flush()
@@ -98,6 +100,7 @@ def start(case):
 
 
 def main(cases, at_once=2):
+    """Each case is a dict; two at once are right for two cores."""
     for name in ("peft", "transformers.models.llama.modeling_llama", "trainstream.cli.finetune"):
         importlib.import_module(name)
     importlib.import_module("trainstream.integrations.huggingface")
@@ -112,4 +115,4 @@ def main(cases, at_once=2):
 
 
 if __name__ == "__main__":
-    main(json.loads(Path(sys.argv[1]).read_text()))
+    main(json.loads(Path(sys.argv[1]).read_text()), *map(int, sys.argv[2:]))

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -10,20 +12,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from ts_core.errors import StateError
+from ts_core.guard import guard_of
 
 __all__ = ["ReachCheck"]
 
 _STEPS = 2
 _SHOWN = 5
 _PIECE = 1 << 20  # elements
+_MARGIN = 0.01  # of the expected change: momentum of a resumed run may take most of it
+
+
+@dataclasses.dataclass
+class _Seen:
+    """The element with the largest gradient before a step: where, what the weight held, and the gradient."""
+
+    at: int
+    value: float
+    grad: Tensor
+    version: int
 
 
 class ReachCheck:
     """Watches the first two steps of an optimizer; raises once if something did not train.
 
     A parameter counts as reached when it had a gradient in one of the steps. It counts as stuck when a
-    gradient that was finite and not zero, at a learning rate above zero, moved neither its fp32 value nor
-    itself: the element with the largest gradient is looked at.
+    gradient that was finite and not zero, at a learning rate that is large enough to show in its dtype, moved
+    neither its fp32 value nor itself: the element with the largest gradient is looked at.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
@@ -33,41 +47,56 @@ class ReachCheck:
         self._reached: set[str] = set()
         self._moved: set[str] = set()
         self._due: set[str] = set()
-        self._before: dict[str, tuple[int, float]] = {}
+        self._seen: dict[str, _Seen] = {}
         self._skipped = 0
         self._steps = 0
 
     def before(self, optimizer: Optimizer) -> None:
         """Note where the largest element of each gradient is and what the weight holds there."""
-        self._before = {}
+        self._seen = {}
         self._skipped = _skipped(optimizer)
-        rates = {id(p): float(group["lr"]) for group in optimizer.param_groups for p in group["params"]}
-        with torch.no_grad():
-            for name, parameter in self._parameters:
-                grad = parameter.grad
-                if grad is None:
-                    continue
-                self._reached.add(name)
-                if not grad.numel() or not parameter.is_floating_point():
-                    continue
-                if grad.layout is not torch.strided or rates.get(id(parameter), 0.0) <= 0.0:
+        groups = {id(p): group for group in optimizer.param_groups for p in group["params"]}
+        with (
+            torch.no_grad(),
+            torch._C.DisableTorchFunctionSubclass(),
+        ):  # reads of ours are no use from outside
+            for name, parameter, grad in self._gradients():
+                if not grad.numel() or not parameter.is_floating_point() or grad.layout is not torch.strided:
                     continue
                 at, size = _largest(grad.reshape(-1))
-                if not size or not math.isfinite(size):
-                    continue
-                self._before[name] = at, _value(optimizer, parameter, at)
+                if not math.isfinite(size):
+                    self._seen = {}  # a step that may be skipped as a whole says nothing
+                    return
+                held = _held(optimizer, parameter)
+                value = _value(held, at)
+                least = torch.finfo(held.dtype).eps * abs(value)
+                if _MARGIN * _expected(groups.get(id(parameter), {}), size) > least:
+                    self._seen[name] = _Seen(at, value, grad, grad._version)
 
     def after(self, optimizer: Optimizer) -> bool:
         """Compare with what the weights held before the step; say whether enough was seen."""
         self._steps += 1
-        if _skipped(optimizer) == self._skipped:
-            with torch.no_grad():
-                for name, parameter in self._parameters:
-                    if name in self._before:
-                        at, value = self._before[name]
-                        changed = _value(optimizer, parameter, at) != value
-                        (self._moved if changed else self._due).add(name)
+        seen, self._seen = self._seen, {}
+        skipped = _skipped(optimizer) != self._skipped or _found_inf(optimizer)
+        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+            for name, parameter, grad in self._gradients():  # a closure may have made them only now
+                before = seen.get(name)
+                if before is None or skipped or grad is not before.grad or grad._version != before.version:
+                    continue
+                changed = _value(_held(optimizer, parameter), before.at) != before.value
+                (self._moved if changed else self._due).add(name)
         return self._steps >= _STEPS
+
+    def _gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:
+        """Go through the parameters that have a gradient now."""
+        for name, parameter in self._parameters:
+            entry = guard_of(parameter)
+            if entry is not None:
+                entry.wait()
+            grad = parameter.grad
+            if grad is not None:
+                self._reached.add(name)
+                yield name, parameter, grad
 
     def finish(self) -> None:
         """Raise if something did not train.
@@ -99,6 +128,12 @@ def _skipped(optimizer: Any) -> int:
     return int(optimizer.stats()["skipped_steps"]) if hasattr(optimizer, "stats") else 0
 
 
+def _found_inf(optimizer: Any) -> bool:
+    """Whether a gradient scaler told the optimizer to leave this step out."""
+    found = getattr(optimizer, "found_inf", None)
+    return found is not None and float(found) > 0.0
+
+
 def _largest(flat: Tensor) -> tuple[int, float]:
     """Return where the largest magnitude is and what it is; in pieces, for RAM may be short."""
     piece = flat.numel() if flat.is_cuda else _PIECE
@@ -111,9 +146,24 @@ def _largest(flat: Tensor) -> tuple[int, float]:
     return best
 
 
-def _value(optimizer: Optimizer, parameter: Tensor, at: int) -> float:
+def _expected(group: dict[str, Any], size: float) -> float:
+    """Say how far a step moves the element at least: lr for Adam and its like, lr x gradient for others."""
+    try:
+        rate = float(group.get("lr", 0.0))
+    except (TypeError, ValueError):
+        return 0.0
+    if "betas" in group and "eps" in group:
+        return rate * size / (size + float(group["eps"])) if size else 0.0
+    return rate * min(size, 1.0)
+
+
+def _held(optimizer: Optimizer, parameter: Tensor) -> Tensor:
+    """Return the fp32 value behind a 16-bit parameter, or the parameter."""
     master = optimizer.state.get(parameter, {}).get("master")
-    held = parameter if master is None else master
+    return master if isinstance(master, Tensor) else parameter
+
+
+def _value(held: Tensor, at: int) -> float:
     place = []
     for size in reversed(held.shape):
         at, index = divmod(at, size)

@@ -174,6 +174,8 @@ def make_engine(args: argparse.Namespace, shape: str, kind: str, device: str, lr
         codec = next((word for word in words if word != "stream"), "none")
         placement = {"param_offload": True, "recompute": True} if "stream" in words else {}
         if planned:
+            if device == "cuda":
+                torch.cuda.empty_cache()  # weights were drawn there
             placement = {"vram_budget": args.vram_budget, "device": device}
         model, optimizer = trainstream.wrap(model, optimizer, quantize=codec, **placement)
 

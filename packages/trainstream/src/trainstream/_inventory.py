@@ -47,8 +47,8 @@ class Inventory:
     """All units of a model, in the order of its block map.
 
     A Parameter can leave the device if every module that holds it directly is part of a block or computes
-    with it in its own forward. Trained Parameters beside frozen ones (adapters, norms) stay: they are small,
-    and have a resident optimizer.
+    with it in its own forward. Where fewer elements of a group are trained than frozen, the trained ones stay
+    (adapters, norms): they are small, and have a resident optimizer.
 
     Attributes:
         units: One per group of the block map.
@@ -71,13 +71,13 @@ class Inventory:
         for group in groups.groups:
             unit = Unit(group)
             own = [parameters[name] for name in group.parameters if name in parameters]
+            trained = sum(p.numel() for p in own if p.requires_grad)
+            adapters = 2 * trained < sum(p.numel() for p in own)
             if group.kind == "block":
                 index += 1
                 unit.modules = [(group.name, blocks[index])]
-                adapters = not all(p.requires_grad for p in blocks[index].parameters())
             for parameter in own:
-                stays = group.kind == "block" and adapters and parameter.requires_grad
-                good = not stays and self._can_leave(parameter, group)
+                good = not (adapters and parameter.requires_grad) and self._can_leave(parameter, group)
                 (unit.pageable if good else unit.fixed).append(parameter)
             if group.kind != "block":
                 unit.modules = self._edges(unit.pageable)
@@ -87,14 +87,26 @@ class Inventory:
         if type(parameter) is not nn.Parameter and not isinstance(parameter, QuantizedTensor):
             return False
         holders = self._holders.get(id(parameter), [])
+        if any(_keeps_its_own(module) for module in holders):
+            return False
         inside = [id(module) in self._block_of for module in holders]
         if group.kind == "block":
             return all(inside)
         # Around the stack: a module that computes with its own weight, not one that hands it to others.
         leaves = all(
-            next(module.children(), None) is None and module is not self._model for module in holders
+            next(module.children(), None) is None
+            and module is not self._model
+            and not isinstance(module, nn.ParameterDict | nn.ParameterList)
+            for module in holders
         )
         return group.kind in ("embedding", "norm", "head") and leaves and not any(inside)
+
+    def _in_slot(self, unit: Unit) -> list[nn.Parameter]:
+        """Return what a slot of the unit holds: a block's Parameters may belong to an earlier one."""
+        if unit.group.kind != "block":
+            return unit.pageable
+        leaving = {id(p) for other in self.units for p in other.pageable}
+        return [p for p in unit.modules[0][1].parameters() if id(p) in leaving]
 
     def _edges(self, parameters: Sequence[nn.Parameter]) -> list[tuple[str, nn.Module]]:
         modules = {id(m): m for p in parameters for m in self._holders[id(p)]}
@@ -170,7 +182,7 @@ class Inventory:
         fixed = sum(stored(p) + sum(_training_bytes(p, held, cpu)[:2]) for p in unit.fixed)
         device -= foreign
         around = unit.group.kind != "block" and all(gathers(module) for _, module in unit.modules)
-        slot = 0 if around else SlotLayout([_like(p) for p in unit.pageable]).nbytes
+        slot = 0 if around else SlotLayout([_like(p) for p in self._in_slot(unit)]).nbytes
         return GroupSpec(
             name=unit.group.name,
             kind=unit.group.kind,
@@ -182,6 +194,16 @@ class Inventory:
             scratch=scratch,
             pageable=bool(unit.pageable),
         )
+
+
+def _keeps_its_own(module: nn.Module) -> bool:
+    """Whether a module uses its weights in a way that a copy in a slot cannot stand for."""
+    if isinstance(module, nn.RNNBase):
+        return True  # it computes with a list of them that it made itself
+    if isinstance(module, nn.Embedding | nn.EmbeddingBag):
+        # One writes its rows when it is read, the other has gradients that are not dense.
+        return module.max_norm is not None or module.sparse
+    return False
 
 
 def _trained_by(optimizer: Optimizer | None) -> frozenset[int]:

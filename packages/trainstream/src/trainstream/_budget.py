@@ -23,6 +23,8 @@ from ts_quant import QuantizedTensor
 
 __all__ = ["Limits", "host_used", "keep_heap_tight", "limits"]
 
+#: A page table takes 1/512 of what it maps; weights come with moments and gradients, four times their bytes.
+_PAGE_TABLES = 128
 _M_MMAP_THRESHOLD = -3
 _LARGE = 128 << 10  # bytes; glibc's own first value
 
@@ -111,9 +113,10 @@ def limits(
         cap = options.ram_budget
         if cap is None:
             return Limits(Budgets(ram, None, disk), None, host_used, ram)
-        # The heap is never as full as its blocks: a twentieth is left unplanned.
-        room = cap - cap // 20
-        budgets = Budgets(ram - cap // 20, None, disk)
+        # Left unplanned: what the heap loses between blocks, and what the kernel needs for mapped files.
+        spare = cap // 16 + sum(t.numel() * t.element_size() for t in tensors) // _PAGE_TABLES
+        room = cap - spare
+        budgets = Budgets(ram - spare, None, disk)
         return Limits(budgets, cap, lambda: _host_used_trimmed(cap), room)
     return _device_limits(tensors, device, options, ram, disk)
 

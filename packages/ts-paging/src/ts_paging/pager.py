@@ -15,6 +15,7 @@ from ts_core.guard import guard, guard_of, release
 from .activations import ActivationStore, HostActivations
 from .block import PagedBlock
 from .files import locate
+from .layout import copy_exactly
 from .rows import GatheredRows, gathers
 from .sink import GradientSink, HostMemory
 from .slots import Slot
@@ -233,7 +234,7 @@ class WeightPager:
                 arriving.append(_decoding(parameter, parts, target))
             elif parameter.numel():
                 flat = target.as_strided((target.numel(),), (1,))
-                source = parameter.detach().as_strided((target.numel(),), (1,))
+                source = _in_order_of(target, parameter.detach()).as_strided((target.numel(),), (1,))
                 _, arrive = self._move(source, flat)
                 if arrive is not None:
                     arriving.append(arrive)
@@ -261,8 +262,10 @@ class WeightPager:
         Returns:
             Where it will be, and what to call before using it (None: it is there).
         """
-        place = locate(source)
         cpu = self.device.type == "cpu"
+        if source.device.type != "cpu":  # it returned while a graph from before still asks for its slot
+            return (source, None) if target is None else (target.copy_(source), None)
+        place = locate(source)
         if place is None:
             self.host_bytes += source.nbytes
             if cpu:
@@ -297,6 +300,13 @@ def _slot_of(block: PagedBlock) -> Slot:
 
 def _done(ticket: _Ticket) -> None:
     ticket.wait()
+
+
+def _in_order_of(target: Tensor, value: Tensor) -> Tensor:
+    """Return the value with its elements in memory as the slot has them: ``.data`` may have changed that."""
+    if value.stride() == target.stride():
+        return value
+    return copy_exactly(torch.empty_strided(target.size(), target.stride(), dtype=value.dtype), value)
 
 
 def _check(block: PagedBlock, target: Tensor, parameter: Tensor) -> None:

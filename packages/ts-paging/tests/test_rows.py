@@ -253,3 +253,14 @@ def test_what_gathers():
     assert not gathers(embedding(max_norm=1.0))
     assert not gathers(nn.Linear(3, 2).requires_grad_(False))
     assert not gathers(nn.EmbeddingBag(3, 2).requires_grad_(False))
+
+
+def test_another_parameter_in_its_place():
+    """load_state_dict(assign=True)."""
+    plain, _, edge = page(embedding())
+    value = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(5))
+    for module in (plain, edge.module):
+        module.load_state_dict({"weight": value.clone()}, assign=True)
+        module.requires_grad_(False)
+    assert_bit_equal(edge.module(torch.tensor([1, 2])), plain(torch.tensor([1, 2])))
+    assert edge.gathered_bytes == 2 * WIDTH * 4

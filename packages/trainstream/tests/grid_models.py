@@ -246,6 +246,12 @@ class HostOptimizer:
         for p, _ in self._pairs:
             p.grad = None
 
+    def follow(self):
+        """Take over values that were written outside."""
+        with torch.no_grad():
+            for p, twin in self._pairs:
+                twin.copy_(p)
+
     def step(self):
         for p, twin in self._pairs:
             twin.grad = None if p.grad is None else p.grad.cpu()

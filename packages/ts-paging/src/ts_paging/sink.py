@@ -18,6 +18,8 @@ from ts_core import registry
 from ts_core.guard import guard_of
 from ts_core.registry import CopyTicket
 
+from .layout import is_dense
+
 __all__ = ["GradientSink", "HostMemory", "PlainMemory"]
 
 
@@ -131,7 +133,9 @@ class GradientSink:
         for tensor, alone in spare:
             if _holders(tensor) <= alone and not self._landing(parameter, tensor):
                 return tensor
-        tensor = self._memory.like(parameter)
+        # As AccumulateGrad does: the Parameter's strides, if its elements are dense.
+        like = parameter.detach()
+        tensor = self._memory.like(like if is_dense(like) else torch.empty_like(like, device="meta"))
         spare.append((tensor, _holders(tensor)))
         return tensor
 

@@ -447,11 +447,15 @@ def test_a_gradient_changed_in_place_is_refused(lazy):
     a.step()
     b.step()
     held.mul_(2.0)
-    for use in (lambda: ours[1] + 1, lambda: ours[1].grad, a.state_dict, a.step, a.stats, lambda: a.state):
+    ours[0].grad = torch.ones(5, 3)
+    uses = [lambda: ours[1] + 1, lambda: ours[1].grad, a.state_dict, a.step, a.stats, lambda: a.state]
+    uses += [lambda: a.zero_grad(set_to_none=False), lambda: a.load_state_dict(b.state_dict())]
+    for use in uses:
         with pytest.raises(StateError, match=r"'w1': its gradient was changed in place.*synchronize\(\)"):
             use()
     assert_bit_equal(raw(ours[1]), before)
     assert not old["state"]
+    assert bool((ours[0].grad == 1).all())
     assert_bit_equal(raw(ours[2]), theirs[2].detach())  # the others were updated
     with pytest.raises(StateError, match="w1"):
         a.synchronize()
@@ -462,6 +466,33 @@ def test_a_gradient_changed_in_place_is_refused(lazy):
     fill(ours, 2)
     a.step()
     assert float(a.state[ours[1]]["step"]) == 1.0
+
+
+def test_a_failed_update_is_not_forgotten_with_the_guard(lazy):
+    ours, _, a, _ = pair()
+    held = ours[0].grad
+    a.step()
+    held.zero_()
+    with pytest.raises(StateError, match="parameter 0"):
+        release(ours[0])
+    for p in ours[1:]:
+        guard_of(p).pending = None
+    ours[0] + 1
+    for use in (a.step, a.synchronize):
+        with pytest.raises(StateError, match="parameter 0"):
+            use()
+    a.step()
+
+
+def test_loading_what_was_taken_before_a_step_loads_what_the_step_made_of_it(lazy):
+    ours, theirs, a, b = pair()
+    for optimizer in (a, b):
+        optimizer.step()
+        taken = optimizer.state_dict()
+        optimizer.step()
+        optimizer.load_state_dict(taken)
+        optimizer.step()
+    same_state(a, b, ours, theirs)
 
 
 def test_a_gradient_changed_after_its_update_is_the_user_s(gate):

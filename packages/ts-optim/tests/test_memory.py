@@ -161,12 +161,13 @@ def test_when_memory_runs_out_what_moved_stays_and_nothing_is_lost(tmp_path):
     equal(a, b, ours, theirs)
 
 
+@pytest.mark.parametrize("room", [100, 200])  # for the first of two moments, for those of the first parameter
 @pytest.mark.parametrize("when", ["step", "load"])
-def test_state_that_does_not_fit_leaves_nothing_behind(when, tmp_path):
+def test_state_that_does_not_fit_leaves_nothing_behind(when, room, tmp_path):
     ours, theirs = parameters(), parameters()
     a, b = OffloadAdamW(ours, lr=0.1), OffloadAdamW(theirs, lr=0.1)
     train(theirs, b, 1)
-    files = Files(tmp_path, room=200)
+    files = Files(tmp_path, room=room)
     a.set_memory(lambda p: files)
     with pytest.raises(OSError, match="no room"):
         train(ours, a, 1) if when == "step" else a.load_state_dict(b.state_dict())

@@ -237,9 +237,10 @@ class HostOptimizer:
     """An optimizer that steps copies of a model's weights on the host, as that of a paged model does."""
 
     def __init__(self, model, make):
-        self._pairs = [(p, nn.Parameter(p.detach().cpu().clone())) for p in model.parameters()]
-        for p, twin in self._pairs:
-            twin.requires_grad_(p.requires_grad)
+        self._pairs = [
+            (p, nn.Parameter(p.detach().cpu().clone(), requires_grad=p.requires_grad))
+            for p in model.parameters()
+        ]
         self.inner = make([twin for _, twin in self._pairs])
 
     def zero_grad(self):

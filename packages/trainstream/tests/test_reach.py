@@ -7,7 +7,7 @@ import peft
 import pytest
 import torch
 from conftest import tiny_llama, toy
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import nn
 
@@ -347,6 +347,8 @@ def test_looking_is_not_a_use_from_outside():
     st.sampled_from([torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad]),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
+@example([0.0], [1.0], 1e-300, torch.optim.SGD, torch.float32)
+@example([1.0], [1.0], 1e-9, torch.optim.AdamW, torch.float32)
 def test_an_optimizer_that_works_raises_no_alarm(weights, grads, lr, make, dtype):
     count = min(len(weights), len(grads))
     model = nn.Module()

@@ -69,7 +69,8 @@ class ReachCheck:
                     return
                 held = _held(optimizer, parameter)
                 value = _value(held, at)
-                least = torch.finfo(held.dtype).eps * abs(value)
+                numbers = torch.finfo(held.dtype)
+                least = max(numbers.eps * abs(value), numbers.tiny)
                 if _MARGIN * _expected(groups.get(id(parameter), {}), size) > least:
                     self._seen[name] = _Seen(at, value, grad, grad._version)
 

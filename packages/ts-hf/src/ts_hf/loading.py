@@ -348,12 +348,13 @@ def _load_folder(folder: Path, config: Any, options: _Options) -> tuple[Any, Pac
     return model, packing, found, reason
 
 
-def _folder_of(source: Source, dtype: torch.dtype) -> Path:
+def _folder_of(source: Source, dtype: torch.dtype | None) -> Path:
+    """Return a source as a folder; with dtype None the weights in it do not matter."""
     if source.kind == "folder":
         return source.path
-    from .gguf import converted_folder
+    from .gguf import any_conversion, converted_folder
 
-    return converted_folder(source.path, dtype=dtype)
+    return any_conversion(source.path) if dtype is None else converted_folder(source.path, dtype=dtype)
 
 
 def load_model(
@@ -487,7 +488,7 @@ def load_tokenizer(name_or_path: str | os.PathLike[str], *, trust_remote_code: b
         >>> tokenizer = load_tokenizer("path/to/model")  # doctest: +SKIP
     """
     source = resolve(name_or_path, trust_remote_code=trust_remote_code, weights=False)
-    folder = _folder_of(source, torch.bfloat16)
+    folder = _folder_of(source, None)
     try:
         return import_transformers().AutoTokenizer.from_pretrained(
             str(folder), trust_remote_code=trust_remote_code

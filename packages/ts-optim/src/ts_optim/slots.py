@@ -335,7 +335,10 @@ class StateMaker:
         if "master" in state:
             master = _flat(state["master"])
         elif staged:
-            master = _flat(self._empty(param, torch.float32, place).copy_(param.detach()))
+            made = self._empty(param, torch.float32, place)
+            master = _flat(made.copy_(param.detach()))
+            if made in self._homes:  # the view is what is kept, counted and discarded
+                self._homes[master] = self._homes[made]
         return Slot(
             param=param,
             key=key,

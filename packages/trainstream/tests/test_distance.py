@@ -29,7 +29,7 @@ def distance(a, b):
 
 
 def test_ours_is_no_farther_from_fused_than_torch_is_from_itself():
-    # The distance of one run is chaos: a rounding grows a hundredfold in 20 steps, or not. Many can be compared.
+    # The distance of one run is chaos: a rounding may grow a hundredfold in 20 steps. Many can be compared.
     ours, theirs = [], []
     for seed in SEEDS:
         fused = weights(seed, fused=True)

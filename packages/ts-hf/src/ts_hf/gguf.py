@@ -276,7 +276,7 @@ def _place_of(content: str, dtype: torch.dtype) -> Path:
 
 
 def any_conversion(path: Path) -> Path:
-    """Return a cached conversion of a GGUF file in whatever dtype there is one, for its tokenizer or config."""
+    """Return a cached conversion of a GGUF file in whatever dtype there is one: the tokenizer is the same."""
     _check_magic(path)
     content = _content_hash(path)
     made = [place for dtype in _DTYPES if (place := _place_of(content, dtype)).is_dir()]

@@ -39,7 +39,7 @@ ROWS = 8  # different rows of tokens, in turn: the losses fall as they are learn
 def shape_of(model_bytes: int, hidden: int | None) -> dict:
     """A Llama shape whose fp32 weights take at least `model_bytes`, in some two dozen blocks or more."""
     for size in [hidden] if hidden else (1024, 768, 512, 384, 256, 128, 64):
-        inner, vocabulary = int(size * 2.75) // 32 * 32, 16 * size
+        inner, vocabulary = int(size * 2.75) // 32 * 32, 8 * size
         block = 4 * (3 * size * size + 3 * size * inner + 2 * size)  # keys and values: half as many heads
         edges = 4 * (2 * vocabulary * size + size)
         layers = -(-(model_bytes - edges) // block)

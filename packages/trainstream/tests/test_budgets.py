@@ -90,6 +90,12 @@ def test_a_budget_holds_and_changes_nothing(kind, device, tmp_path):
         assert torch.equal(grad, grads[name]), name
     for name, p in model.named_parameters():
         assert torch.equal(p.detach().cpu(), weights[name]), name
+    paged = [p for block in session.pager.blocks for p in block.parameters if p.requires_grad]
+    assert bool(paged) == (kind == "full")
+    for p in paged:  # weight, gradient and moments are where the plan says
+        state = optimizer.state[p]
+        for tensor in (p.detach(), p.grad, state["exp_avg"], state["exp_avg_sq"]):
+            assert (locate(tensor) is not None) if device == "cpu" else tensor.is_pinned()
     assert not session.adapting
     report = trainstream.memory_report(model)
     assert report["tiers"]["disk" if device == "cpu" else "host"] > 0

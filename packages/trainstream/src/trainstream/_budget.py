@@ -114,7 +114,7 @@ def limits(
         if cap is None:
             return Limits(Budgets(ram, None, disk), None, host_used, ram)
         # Left unplanned: what the heap loses between blocks, and what the kernel needs for mapped files.
-        spare = max(ram, 0) // 16 + sum(t.numel() * t.element_size() for t in tensors) // _PAGE_TABLES
+        spare = max(ram, 0) // 12 + sum(t.numel() * t.element_size() for t in tensors) // _PAGE_TABLES
         room = cap - spare
         budgets = Budgets(ram - spare, None, disk)
         return Limits(budgets, cap, lambda: _host_used_trimmed(cap), room)

@@ -178,7 +178,8 @@ class Inventory:
             # A foreign optimizer keeps its state in RAM wherever the weight is.
             paged += stored(parameter) + grad + (state if ours else 0)
             foreign += 0 if ours or on_host else state
-            scratch += grad
+            # A loss in chunks adds up the gradient of the head piece by piece.
+            scratch += 2 * grad if unit.group.kind == "head" else grad
         fixed = sum(stored(p) + sum(_training_bytes(p, held, cpu)[:2]) for p in unit.fixed)
         device -= foreign
         around = unit.group.kind != "block" and all(gathers(module) for _, module in unit.modules)

@@ -164,14 +164,19 @@ class Tiers:
         """Return the files for what belongs to a Parameter of the disk tier, None for any other."""
         return self.make_files() if id(parameter) in self._on_disk else None
 
-    def like(self, parameter: Tensor) -> Tensor:
-        """Return memory for a gradient: in a file, or host memory that the device copies to."""
-        if id(parameter) in self._on_disk:
-            return self.make_files().like(parameter)
-        size, stride, dtype = parameter.size(), parameter.stride(), parameter.dtype
-        if self.device.type == "cpu" or not parameter.numel():
+    def like(self, tensor: Tensor, owner: Tensor | None = None) -> Tensor:
+        """Return memory for a gradient: in a file, or host memory that the device copies to.
+
+        Args:
+            tensor: Has its dtype, shape and strides.
+            owner: The Parameter; its tier is what counts.
+        """
+        if id(owner) in self._on_disk:
+            return self.make_files().like(tensor)
+        size, stride, dtype = tensor.size(), tensor.stride(), tensor.dtype
+        if self.device.type == "cpu" or not tensor.numel():
             return torch.empty_strided(size, stride, dtype=dtype)
-        raw = registry.host_allocator().empty(parameter.numel() * dtype.itemsize)
+        raw = registry.host_allocator().empty(tensor.numel() * dtype.itemsize)
         return raw.view(dtype).as_strided(size, stride)
 
     def close(self) -> None:

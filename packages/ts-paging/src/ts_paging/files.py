@@ -102,8 +102,12 @@ class FileTensors:
             copy_exactly(mapped, tensor)
         return mapped
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def like(self, tensor: Tensor, owner: Tensor | None = None) -> Tensor:
         """Return a tensor of zeros in a file, with the dtype, shape and strides of a dense one.
+
+        Args:
+            tensor: The dense one; its values are not read.
+            owner: Whose gradient it will hold; all are treated alike.
 
         Raises:
             StorageError: No room on the disk or in the budget.

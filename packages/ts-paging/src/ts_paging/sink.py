@@ -26,15 +26,20 @@ __all__ = ["GradientSink", "HostMemory", "PlainMemory"]
 class HostMemory(Protocol):
     """Gives host tensors for gradients: page-locked, ordinary, or files mapped into memory."""
 
-    def like(self, tensor: Tensor) -> Tensor:
-        """Return an uninitialised host tensor with the dtype, shape and strides of a dense one."""
+    def like(self, tensor: Tensor, owner: Tensor | None = None) -> Tensor:
+        """Return an uninitialised host tensor with the dtype, shape and strides of a dense one.
+
+        Args:
+            tensor: The dense one; may be a meta tensor.
+            owner: The Parameter whose gradient it will hold.
+        """
         ...
 
 
 class PlainMemory:
     """Ordinary memory."""
 
-    def like(self, tensor: Tensor) -> Tensor:
+    def like(self, tensor: Tensor, owner: Tensor | None = None) -> Tensor:
         """Return an uninitialised tensor of the same dtype, shape and strides on the CPU."""
         return torch.empty_strided(tensor.size(), tensor.stride(), dtype=tensor.dtype)
 
@@ -135,7 +140,8 @@ class GradientSink:
                 return tensor
         # As AccumulateGrad does: the Parameter's strides, if its elements are dense.
         like = parameter.detach()
-        tensor = self._memory.like(like if is_dense(like) else torch.empty_like(like, device="meta"))
+        like = like if is_dense(like) else torch.empty_like(like, device="meta")
+        tensor = self._memory.like(like, parameter)
         spare.append((tensor, _holders(tensor)))
         return tensor
 

@@ -273,3 +273,34 @@ def test_registered_memory_is_anonymous():
         assert int(torch.cuda.cudart().cudaHostUnregister(held.data_ptr())) == 0
         del held
     assert after.anon_bytes - before.anon_bytes > 60 * MIB
+
+
+def test_a_tight_heap_gives_back_what_was_freed_between_tensors_that_stay():
+    """In a process of its own: the setting holds for the process."""
+    import subprocess
+    import sys
+
+    code = """
+import torch
+from ts_core.usage import host_usage, keep_heap_tight
+small = torch.zeros(8)
+if {tight}:
+    assert keep_heap_tight()
+before = host_usage().used_bytes
+kept = []
+for _ in range(40):
+    large = torch.ones(1 << 18)  # 1 MiB, and one that stays behind it
+    kept.append(torch.ones(1 << 13))
+    del large
+    torch.ones(1 << 19).sum()
+print(host_usage().used_bytes - before)
+"""
+    used = {}
+    for tight in (True, False):
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(tight=tight)], capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        used[tight] = int(done.stdout)
+    assert used[True] < 8 << 20
+    assert used[True] <= used[False] + (1 << 20)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import dataclasses
-import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -21,12 +18,10 @@ from ts_core.usage import CONTEXT_BYTES, host_usage, release_free_memory
 from ts_paging.files import locate
 from ts_quant import QuantizedTensor
 
-__all__ = ["Limits", "host_used", "keep_heap_tight", "limits"]
+__all__ = ["Limits", "host_used", "limits"]
 
 #: A page table takes 1/512 of what it maps; weights come with moments and gradients, four times their bytes.
 _PAGE_TABLES = 128
-_M_MMAP_THRESHOLD = -3
-_LARGE = 128 << 10  # bytes; glibc's own first value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,22 +48,25 @@ def host_used() -> int:
     return max(host_usage().used_bytes - _session.baseline_bytes, 0)
 
 
-def keep_heap_tight() -> None:
-    """Let glibc return every large block at once; by itself it learns to keep blocks of up to 32 MiB.
+class _Meter:
+    """Reads what is used, and gives freed heap back before it adds up.
 
-    Kept blocks between tensors that live longer can double what a training step uses. Of no effect elsewhere.
+    Memory that was freed between tensors that live longer stays with the C library, in holes that the next
+    tensors do not always fit; asked often enough, it keeps them from growing into the budget.
     """
-    if sys.platform.startswith("linux"):
-        with contextlib.suppress(OSError, AttributeError):
-            ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _LARGE)
 
+    def __init__(self, cap: int) -> None:
+        self._cap = cap
+        self._least = cap // 2
+        self._next = self._least
 
-def _host_used_trimmed(cap: int) -> int:
-    used = host_used()
-    if used > cap:
-        release_free_memory(collect=True)
+    def __call__(self) -> int:
         used = host_used()
-    return used
+        if used > self._next:
+            release_free_memory(collect=used > self._cap)
+            used = host_used()
+            self._next = max(self._least, min(used + self._cap // 16, self._cap))
+        return used
 
 
 def _in_ram(tensor: Any) -> int:
@@ -117,7 +115,7 @@ def limits(
         spare = max(ram, 0) // 12 + sum(t.numel() * t.element_size() for t in tensors) // _PAGE_TABLES
         room = cap - spare
         budgets = Budgets(ram - spare, None, disk)
-        return Limits(budgets, cap, lambda: _host_used_trimmed(cap), room)
+        return Limits(budgets, cap, _Meter(cap), room)
     return _device_limits(tensors, device, options, ram, disk)
 
 

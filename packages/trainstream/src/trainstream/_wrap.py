@@ -16,7 +16,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ts_quant
-from trainstream._budget import keep_heap_tight, limits
+from trainstream._budget import limits
 from trainstream._decide import Decided, decide, make_plan
 from trainstream._device import answer_with
 from trainstream._inventory import Inventory
@@ -29,7 +29,7 @@ from ts_core import registry
 from ts_core.blocks import block_map, find_blocks
 from ts_core.errors import ArgumentTypeError, OptionError, StateError
 from ts_core.planner import Layout
-from ts_core.usage import release_free_memory
+from ts_core.usage import keep_heap_tight, release_free_memory
 from ts_optim import OffloadAdamW
 
 __all__ = ["unwrap", "wrap"]

@@ -68,6 +68,12 @@ _PASSIVE = frozenset(
         *_HOOKS,
     }
 )  # fmt: skip
+#: Optimizer kernels that write the tensors of their first list and leave their version counters alone.
+_SILENT = frozenset(
+    kernel
+    for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
+    if (kernel := getattr(torch, name, None)) is not None
+)
 Divert = Callable[[Any, Tensor], None]
 _table: dict[int, Guard] = {}
 
@@ -175,6 +181,8 @@ class GuardedParameter(nn.Parameter):
             return handle
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+            if func in _SILENT:
+                torch.autograd.graph.increment_version(args[0] if args else kwargs["self"])
             if type(result) is torch.Tensor and args and type(args[0]) is cls:
                 _note_view(args[0], result)
             return result

@@ -105,6 +105,10 @@ class ActivationGovernor:
         if self._managed[index] is not None:
             block.policy = self._policies[index]
 
+    def breathe(self) -> None:
+        """Let `used` look: it may give freed memory back."""
+        self._used()
+
     def counter(self, block: PagedBlock, args: Any, kwargs: Any) -> Callable[[Tensor], None] | None:
         """Return what counts the storages that the first managed block saves, once."""
         index = self._names.get(block.name)

@@ -34,6 +34,10 @@ class Governor(Protocol):
         """Called before a block runs with a graph: may set its policy."""
         ...
 
+    def breathe(self) -> None:
+        """Called at every block of a CPU run, forward and backward."""
+        ...
+
     def counter(self, block: PagedBlock, args: Any, kwargs: Any) -> Callable[[Tensor], None] | None:
         """Return what is to be told each tensor that this run saves, or None."""
         ...
@@ -193,6 +197,8 @@ class WeightPager:
             backward: Asked by a backward pass: the block that comes next is another one.
         """
         slot = _slot_of(block)
+        if self.governor is not None and self.device.type == "cpu":
+            self.governor.breathe()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
             if slot.owner is not block or (fresh and block.stale()):
                 self._start(block)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 from types import SimpleNamespace
 
@@ -180,7 +181,9 @@ def accumulated(model, ids):
 
 def penalised(model, ids):
     # On the host in both runs: a paged Parameter is there, and a sum taken on a GPU has other bits.
-    penalty = sum(p.cpu().float().pow(2).sum() for p in model.parameters())
+    # A packed one is decoded to its dtype first: float() alone would decode it without rounding to bfloat16.
+    read = [p.dequantize() if isinstance(p, QuantizedTensor) else p for p in model.parameters()]
+    penalty = sum(p.cpu().float().pow(2).sum() for p in read)
     loss = _loss(model, ids) + 1e-3 * penalty.to(ids.device)
     loss.backward()
     return [loss]
@@ -441,3 +444,36 @@ def paged(model, how, policy="keep", device="cpu", make=offload_adamw, **options
         return
     with paging(model, how, policy, device=device, **options) as pager:
         yield pager, make(list(model.parameters()))
+
+
+@contextlib.contextmanager
+def both(make_model, how, policy="keep", device="cpu", make=adamw, **options):
+    """Yield ((paged model, its optimizer), (model that is not paged, its optimizer))."""
+    torch.manual_seed(0)
+    model = make_model()
+    oracle = copy.deepcopy(model).to(device)
+    if how == "wrap" and make is adamw:
+        make = offload_adamw  # wrap() would put it in AdamW's place
+    with paged(model, how, policy, device, make, **options) as (_, optimizer):
+        yield (model, optimizer), (oracle, HostOptimizer(oracle, make))
+
+
+def step(model, optimizer, sequence=one, seed=0, device="cpu"):
+    optimizer.zero_grad()
+    torch.manual_seed(seed)
+    losses = [loss.item() for loss in sequence(model, batch(seed, device))]
+    optimizer.step()
+    return losses
+
+
+def assert_same_values(model, oracle):
+    ours, theirs = values(model), values(oracle)
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        assert same_bits(ours[name], value), name
+
+
+def assert_same_grads(model, oracle):
+    for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
+        assert (p.grad is None) == (q.grad is None), name
+        assert p.grad is None or same_bits(p.grad.cpu(), q.grad.cpu()), name

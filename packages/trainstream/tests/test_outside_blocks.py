@@ -4,7 +4,6 @@ A paged Parameter is the true value wherever it is used: by its parent, a penalt
 in place, a conversion or a loader. Each test compares with the same code on a model that is not paged.
 """
 
-import contextlib
 import copy
 
 import pytest
@@ -15,7 +14,10 @@ from grid_models import (
     HostOptimizer,
     Stack,
     adamw,
+    assert_same_grads,
+    assert_same_values,
     batch,
+    both,
     build,
     compare,
     lora,
@@ -25,6 +27,7 @@ from grid_models import (
     penalised,
     resident,
     same_bits,
+    step,
     train,
     values,
 )
@@ -53,39 +56,6 @@ def _deterministic(monkeypatch):
     torch.use_deterministic_algorithms(torch.cuda.is_available())
     yield
     torch.use_deterministic_algorithms(False)
-
-
-@contextlib.contextmanager
-def both(make_model, how, policy="keep", device="cpu", make=adamw, **options):
-    """Yield ((paged model, its optimizer), (model that is not paged, its optimizer))."""
-    torch.manual_seed(0)
-    model = make_model()
-    oracle = copy.deepcopy(model).to(device)
-    if how == "wrap" and make is adamw:
-        make = offload_adamw  # wrap() would put it in AdamW's place
-    with paged(model, how, policy, device, make, **options) as (_, optimizer):
-        yield (model, optimizer), (oracle, HostOptimizer(oracle, make))
-
-
-def step(model, optimizer, sequence=one, seed=0, device="cpu"):
-    optimizer.zero_grad()
-    torch.manual_seed(seed)
-    losses = [loss.item() for loss in sequence(model, batch(seed, device))]
-    optimizer.step()
-    return losses
-
-
-def assert_same_values(model, oracle):
-    ours, theirs = values(model), values(oracle)
-    assert ours.keys() == theirs.keys()
-    for name, value in theirs.items():
-        assert same_bits(ours[name], value), name
-
-
-def assert_same_grads(model, oracle):
-    for (name, p), q in zip(model.named_parameters(), oracle.parameters(), strict=True):
-        assert (p.grad is None) == (q.grad is None), name
-        assert p.grad is None or same_bits(p.grad.cpu(), q.grad.cpu()), name
 
 
 # -- what is read --------------------------------------------------------------------------------------------

@@ -90,20 +90,32 @@ class _StandIn:
         self._block, self._name, self._run = block, name, run
         self.__wrapped__ = getattr(block.module, name)  # inspect.signature looks here
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def with_weights(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `ts_core.paged.with_weights` calls."""
         return self._block.seated().compute(function, args, kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module = self._block.module
-        return types.MethodType(getattr(type(module), self._name), memo[id(module)])
+        module, own = self._block.module, self._block._before.get(self._name)
+        if own is not None:
+            return copy.deepcopy(own, memo)
+        return _method(memo[id(module)], self._name)
 
     def __reduce__(self) -> Any:
-        # Looked up while the new module's own dictionary is still empty: the class's method is found.
-        return getattr, (self._block.module, self._name)
+        module, own = self._block.module, self._block._before.get(self._name)
+        return (_itself, (own,)) if own is not None else (_method, (module, self._name))
+
+
+def _itself(value: Any) -> Any:
+    return value
+
+
+def _method(module: nn.Module, name: str) -> Any:
+    return types.MethodType(getattr(type(module), name), module)
 
 
 class _Weight:
@@ -295,7 +307,6 @@ class PagedBlock:
         self._stamp = self.stamp()
         self.fills += 1
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def seated(self) -> PagedBlock:
         """Return itself, once its Parameters are those that the module has now."""
         if not self._inside and any(place.get(key) is not p for place, key, p, _ in self._sites):
@@ -307,7 +318,6 @@ class PagedBlock:
         self.seated()
         return self.compute(self._original, args, kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function while the module's weights are in the slot, as the block's forward is run.
 

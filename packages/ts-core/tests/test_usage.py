@@ -276,7 +276,7 @@ def test_registered_memory_is_anonymous():
 
 
 def test_a_tight_heap_gives_back_what_was_freed_between_tensors_that_stay():
-    """In a process of its own: the setting holds for the process."""
+    """In processes of their own: the setting holds for the process."""
     import subprocess
     import sys
 

@@ -22,6 +22,7 @@ __all__ = ["Limits", "host_used", "limits"]
 
 #: A page table takes 1/512 of what it maps; weights come with moments and gradients, four times their bytes.
 _PAGE_TABLES = 128
+_KERNEL = 8 << 20  # inodes, requests under way and the like, where a control group counts them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,11 @@ def limits(
         if cap is None:
             return Limits(Budgets(ram, None, disk), None, host_used, ram)
         # Left unplanned: what the heap loses between blocks, and what the kernel needs for mapped files.
-        spare = max(ram, 0) // 12 + sum(t.numel() * t.element_size() for t in tensors) // _PAGE_TABLES
+        spare = (
+            max(ram, 0) // 12
+            + min(_KERNEL, max(ram, 0) // 10)
+            + sum(t.numel() * t.element_size() for t in tensors) // _PAGE_TABLES
+        )
         room = cap - spare
         budgets = Budgets(ram - spare, None, disk)
         return Limits(budgets, cap, _Meter(cap), room)

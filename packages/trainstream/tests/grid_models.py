@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import dataclasses
+import os
 from types import SimpleNamespace
 
 import peft
@@ -33,6 +34,8 @@ from ts_paging.pager import WeightPager
 from ts_quant import QuantizedTensor
 
 LAYERS = 4
+#: The complete products run with HYPOTHESIS_PROFILE=nightly; otherwise selections with every value in them.
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 SIZES = {
     "vocab_size": 97,
     "hidden_size": 32,

@@ -5,13 +5,13 @@ block and the bytes parked, the tier from the bytes that came from it, the slots
 """
 
 import itertools
-import os
 
 import pytest
 import torch
 from grid_models import (
     BUILD,
     LAYERS,
+    NIGHTLY,
     SEQUENCES,
     adamw,
     batch,
@@ -75,7 +75,6 @@ def covering():
     return chosen
 
 
-NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
 ROWS = product() if NIGHTLY else covering()
 
 

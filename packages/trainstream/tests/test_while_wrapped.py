@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 import warnings
 
@@ -10,6 +11,7 @@ import pytest
 import torch
 from conftest import tiny_llama
 from grid_models import (
+    NIGHTLY,
     HostOptimizer,
     Stack,
     assert_same_grads,
@@ -39,6 +41,30 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing.*deprec
 POLICIES = ["keep", "offload", "recompute"]
 HOWS = ["host", "disk", "wrap"]
 KINDS = ["llama_tied", "lora"]
+COMPILED = [
+    ("before", "keep", "eager"),
+    ("before", "recompute", "aot_eager"),
+    ("after", "offload", "aot_eager"),
+    ("method", "recompute", "eager"),
+]
+TRAINED = [
+    ("llama_tied", "keep", False),
+    ("llama_tied", "recompute", True),
+    ("lora", "offload", False),
+    ("lora", "keep", True),
+]
+GENERATED = [
+    ("llama_tied", "keep"),
+    ("lora", "recompute"),
+    ("gemma2", "offload"),
+    ("mixtral", "recompute"),
+    ("gpt2", "keep"),
+    ("qwen2", "recompute"),
+]
+if NIGHTLY:
+    COMPILED = list(itertools.product(["before", "after", "method"], POLICIES, ["eager", "aot_eager"]))
+    TRAINED = list(itertools.product(KINDS, POLICIES, [False, True]))
+    GENERATED = list(itertools.product([kind for kind, _ in GENERATED], POLICIES))
 everywhere = pytest.mark.parametrize("how", HOWS)
 
 
@@ -131,8 +157,7 @@ def test_a_copied_block_is_a_plain_block():
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", ["llama_tied", "lora", "gemma2", "mixtral", "gpt2", "qwen2"])
+@pytest.mark.parametrize(("kind", "policy"), GENERATED)
 def test_evaluation_and_generation_between_steps(kind, policy, device):
     with both(lambda: build(kind), "disk", policy, device) as runs:
         seen = []
@@ -348,9 +373,7 @@ def test_a_backward_pass_within_a_backward_pass_loses_no_gradient(policy):
 # The compiler looks at .grad of what comes in where a graph was broken, here behind every block.
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.usefixtures("_fresh_compiler")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("when", ["before", "after", "method"])
+@pytest.mark.parametrize(("when", "policy", "backend"), COMPILED)
 def test_torch_compile(when, policy, backend):
     expected = resident("llama", one, "none", "cpu", offload_adamw)
     model = build("llama")
@@ -413,9 +436,7 @@ def rows():
     return [{"input_ids": row, "labels": row} for row in ids]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "policy", "checkpointing"), TRAINED)
 def test_the_stock_trainer_trains_a_wrapped_model(kind, policy, checkpointing, tmp_path):
     runs = []
     for ours in (True, False):

@@ -78,7 +78,7 @@ def build(shape: dict, kind: str, directory: str | None):
 
         model.requires_grad_(False)
         names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-        model = peft.get_peft_model(model, peft.LoraConfig(r=8, lora_alpha=16, target_modules=names))
+        model = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_alpha=4, target_modules=names))
     return model.train()
 
 

@@ -74,7 +74,9 @@ class Tuner:
         self._cpu = tiers.device.type == "cpu"
         self._sampler: PeakSampler | None = None
         hard = limits.cap if limits.cap is not None and self._cpu else limits.room
-        self.governor = ActivationGovernor(pager.blocks, want.fallback, limits.used, hard, limits.room)
+        self.governor = ActivationGovernor(
+            pager.blocks, want.fallback, limits.used, hard, limits.room, limits.used if self._cpu else None
+        )
         pager.governor = self.governor
         forced = iter(want.paged)
         self._forced = [next(forced) if unit.group.kind == "block" else None for unit in inventory.units]

@@ -134,7 +134,10 @@ class _Weight:
         with torch._C.DisableTorchFunctionSubclass():
             if block.parameters[self.index]._version != self.version:
                 raise written_between(block)
-        block.pager.use(block, backward=True)
+        slot, pager = block.slot, block.pager
+        # Nearly always the block is there: only the first of its weights need ask the pager.
+        if slot is None or slot.owner is not block or slot.arriving or pager.current is not block:
+            pager.use(block, backward=True)
         return self.view
 
 
@@ -340,8 +343,11 @@ class PagedBlock:
             self.runs += 1
             with self._bound(self.views):
                 return function(*args, **kwargs)
-        leaves = [view.detach() for view in self.views]
-        if trained:
+        if len(trained) == len(self.views) > 0:
+            leaves = list(_bind(self, trained, self._anchor))
+        else:
+            leaves = [view.detach() for view in self.views]
+        if 0 < len(trained) < len(self.views):
             for index, leaf in zip(trained, _bind(self, trained, self._anchor), strict=True):
                 leaves[index] = leaf
         if self.policy == "recompute" and not self._cached(args, kwargs):
@@ -421,7 +427,10 @@ class PagedBlock:
                 )
 
     def _hooks(self, args: Any, kwargs: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
-        address = -1 if self.slot is None else self.slot.address
+        start = end = 0
+        if self.slot is not None:
+            start = self.slot.address
+            end = start + self.slot.buffer.numel()
         stamp = self._stamp
         park: Callable[[Tensor], Any] | None = None
         if self.policy == "offload":
@@ -437,7 +446,7 @@ class PagedBlock:
                 count(tensor)
             # A packed weight of a resident block has no storage; it is small, and stays.
             if type(tensor) is Tensor or type(tensor) is nn.Parameter:
-                if tensor.untyped_storage().data_ptr() == address:
+                if start <= tensor.data_ptr() < end:
                     return _Weight(self, tensor.detach(), stamp)
                 if park is not None:
                     parked = park(tensor)
@@ -484,8 +493,12 @@ class PagedBlock:
         return found
 
     def _gated(self, output: Any) -> Any:
-        flat, spec = tree_flatten(output)
         address = -1 if self.slot is None else self.slot.address
+        if type(output) is Tensor:
+            if output.untyped_storage().data_ptr() == address:
+                output = output.clone()  # nothing of a slot leaves its block
+            return _gate(self, output)[0] if output.requires_grad else output
+        flat, spec = tree_flatten(output)
         places = []
         for index, value in enumerate(flat):
             if isinstance(value, Tensor):

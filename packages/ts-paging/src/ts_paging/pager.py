@@ -209,6 +209,11 @@ class WeightPager:
                 self._last = block
                 self._hint(block, backward)
 
+    @property
+    def current(self) -> PagedBlock | None:
+        """The block that was used last."""
+        return self._last
+
     def _hint(self, block: PagedBlock, backward: bool) -> None:
         """Start bringing the block that followed last time, if that can run beside the computation."""
         follower = self._next.get((id(block), backward))

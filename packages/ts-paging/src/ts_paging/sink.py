@@ -114,7 +114,7 @@ class GradientSink:
         with torch._C.DisableTorchFunctionSubclass():
             host = self._buffer(parameter)
             ticket = None
-            if grad.device.type == "cpu":
+            if not grad.is_cuda:
                 host.copy_(grad)
             else:
                 if grad.stride() != host.stride():

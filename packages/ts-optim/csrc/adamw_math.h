@@ -42,17 +42,45 @@ struct ScalarOps {
   TS_HOST_DEVICE static inline V pick(I a, I b, V x, V y) { return a == b ? x : y; }
 #if defined(__CUDA_ARCH__)
   __device__ static inline V mul(V a, V b) { return __fmul_rn(a, b); }
+  __device__ static inline V sub(V a, V b) { return __fsub_rn(a, b); }
   __device__ static inline V fma(V a, V b, V c) { return __fmaf_rn(a, b, c); }
   __device__ static inline V sqrt(V a) { return __fsqrt_rn(a); }
   __device__ static inline V div(V a, V b) { return __fdiv_rn(a, b); }
 #else
   TS_HOST_DEVICE static inline V mul(V a, V b) { return a * b; }
+  TS_HOST_DEVICE static inline V sub(V a, V b) { return a - b; }
   TS_HOST_DEVICE static inline V fma(V a, V b, V c) { return fmaf(a, b, c); }
   TS_HOST_DEVICE static inline V sqrt(V a) { return sqrtf(a); }
   TS_HOST_DEVICE static inline V div(V a, V b) { return a / b; }
 #endif
   // min(a, FLT_MAX), NaN stays NaN
   TS_HOST_DEVICE static inline V cap(V a) { return a > FLT_MAX ? FLT_MAX : a; }
+  // For packed moments; integers are 32 bits wide.
+  TS_HOST_DEVICE static inline I seti(uint32_t x) { return x; }
+  TS_HOST_DEVICE static inline I load8(const uint8_t* p) { return *p; }
+  TS_HOST_DEVICE static inline void store8(uint8_t* p, I x) { *p = static_cast<uint8_t>(x); }
+  TS_HOST_DEVICE static inline I bits(V x) { return float_bits(x); }
+  TS_HOST_DEVICE static inline V floats(I x) { return bits_float(x); }
+  TS_HOST_DEVICE static inline I add(I a, I b) { return a + b; }
+  TS_HOST_DEVICE static inline I both(I a, I b) { return a & b; }
+  TS_HOST_DEVICE static inline I either(I a, I b) { return a | b; }
+  TS_HOST_DEVICE static inline I min_u(I a, I b) { return a < b ? a : b; }
+  TS_HOST_DEVICE static inline I max_u(I a, I b) { return a < b ? b : a; }
+  TS_HOST_DEVICE static inline I max_s(I a, I b) {
+    return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? b : a;
+  }
+  template <int N>
+  TS_HOST_DEVICE static inline I shl(I a) {
+    return a << N;
+  }
+  template <int N>
+  TS_HOST_DEVICE static inline I shr(I a) {
+    return a >> N;
+  }
+  // x where `where` is not zero, else 0
+  TS_HOST_DEVICE static inline I where(I where, I x) { return where ? x : 0u; }
+  TS_HOST_DEVICE static inline V at_most_one(V a) { return a < 1.0f ? a : 1.0f; }
+  TS_HOST_DEVICE static inline V at_least(V a, V low) { return a < low ? low : a; }
 };
 
 template <typename O>
@@ -67,14 +95,18 @@ TS_HOST_DEVICE static inline Spread<O> spread(const AdamWScalars& s) {
                    O::set(s.inv_sqrt_bc2), O::set(s.eps), O::set(s.grad_scale)};
 }
 
+// Returns sqrt(v).
 template <typename O>
-TS_HOST_DEVICE static inline void adamw_element(typename O::V& p, typename O::V g, typename O::V& m,
-                                                typename O::V& v, const Spread<O>& s) {
+TS_HOST_DEVICE static inline typename O::V adamw_element(typename O::V& p, typename O::V g,
+                                                         typename O::V& m, typename O::V& v,
+                                                         const Spread<O>& s) {
   g = O::mul(g, s.grad_scale);
   m = O::fma(s.w1, g, O::fma(s.neg_w1, m, m));
   v = O::cap(O::fma(O::mul(s.w2, g), g, O::fma(s.neg_w2, v, v)));
-  const typename O::V denom = O::fma(O::sqrt(v), s.inv_sqrt_bc2, s.eps);
+  const typename O::V root = O::sqrt(v);
+  const typename O::V denom = O::fma(root, s.inv_sqrt_bc2, s.eps);
   p = O::fma(s.neg_step, O::div(m, denom), O::mul(p, s.decay));
+  return root;
 }
 
 template <typename O, Kind K>
@@ -93,23 +125,32 @@ TS_HOST_DEVICE static inline typename O::V load_as_float(const void* base, int64
   return widen<O, K>(O::load16(static_cast<const uint16_t*>(base) + i));
 }
 
+template <Kind L>
+TS_HOST_DEVICE static inline uint16_t* low_at(const AdamWItem& t, int64_t i) {
+  return static_cast<uint16_t*>(t.low) + (L == Kind::kNone ? 0 : i);
+}
+
+// The fp32 weights, or the 16-bit ones where somebody edited them.
+template <typename O, Kind L>
+TS_HOST_DEVICE static inline typename O::V load_weight(const AdamWItem& t, int64_t i) {
+  const typename O::V p = O::load(t.param + i);
+  if (L == Kind::kNone || !t.reconcile) return p;
+  const typename O::I now = O::load16(low_at<L>(t, i));
+  return O::pick(now, round_low<O, L>(p), p, widen<O, L>(now));
+}
+
 // Elements [i, i + O::kWidth) of one tensor: every read comes before the first write.
 template <typename O, Kind G, Kind L>
 TS_HOST_DEVICE static inline void adamw_at(const AdamWItem& t, int64_t i, const Spread<O>& s) {
-  typename O::V p = O::load(t.param + i);
+  typename O::V p = load_weight<O, L>(t, i);
   const typename O::V g = load_as_float<O, G>(t.grad, i);
   typename O::V m = O::load(t.exp_avg + i);
   typename O::V v = O::load(t.exp_avg_sq + i);
-  uint16_t* low = static_cast<uint16_t*>(t.low) + (L == Kind::kNone ? 0 : i);
-  if (L != Kind::kNone && t.reconcile) {
-    const typename O::I now = O::load16(low);
-    p = O::pick(now, round_low<O, L>(p), p, widen<O, L>(now));
-  }
   adamw_element<O>(p, g, m, v, s);
   O::store(t.param + i, p);
   O::store(t.exp_avg + i, m);
   O::store(t.exp_avg_sq + i, v);
-  if (L != Kind::kNone) O::store16(low, round_low<O, L>(p));
+  if (L != Kind::kNone) O::store16(low_at<L>(t, i), round_low<O, L>(p));
 }
 
 // Calls f.template operator()<G, L>() for the kinds of one tensor.

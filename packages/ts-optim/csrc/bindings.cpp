@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "adamw_math.h"
 #include "kernels.h"
 #include "ts/module.h"
 
@@ -15,13 +16,17 @@ namespace nb = nanobind;
 using namespace ts;
 using optim::AdamWItem;
 using optim::AdamWScalars;
+using optim::BlockItem;
 using optim::GradItem;
 using optim::Kind;
+using optim::Moments;
+using optim::PackItem;
 using Tensors = std::vector<TensorView>;
 
 namespace {
 
 constexpr const char* kStep = "adamw_step_";
+constexpr const char* kBlocks = "adamw_blocks_";
 constexpr const char* kSum = "grad_sumsq";
 
 std::string at(const char* list, size_t i) {
@@ -204,6 +209,272 @@ void grad_sumsq(const Tensors& grads, const TensorView& partials, const TensorVi
               out.data<double>(), workers);
 }
 
+// ---- blocks -------------------------------------------------------------------------------------
+
+// What a call is about, apart from its tensors.
+struct BlockCall {
+  const TensorView& hyper;
+  const std::vector<int64_t>& groups;
+  const std::vector<int64_t>& seeds;
+  const std::vector<int64_t>& numbers;
+  double grad_scale;
+  double ema_decay;
+  bool reconcile;
+};
+
+int64_t blocks_of(int64_t numel) { return (numel + optim::kBlock - 1) / optim::kBlock; }
+
+// Address of a state tensor for kernels where `grad` is: CUDA kernels reach page-locked host
+// memory.
+void* reach(const TensorView& t, const TensorView& grad, const std::string& argument,
+            int64_t numel) {
+  if (t.numel() != numel || !t.is_contiguous())
+    fail_value(kBlocks, argument, std::to_string(numel) + " contiguous elements", t.describe());
+  const bool same = t.is_cpu() == grad.is_cpu() && t.device_id() == grad.device_id();
+  if (same || numel == 0) return t.data();
+#if defined(TS_WITH_CUDA)
+  if (grad.is_cuda() && t.is_cpu()) {
+    void* found = optim::mapped_pointer(t.data());
+    if (found != nullptr) return found;
+  }
+#endif
+  fail_value(kBlocks, argument,
+             "a tensor beside grads, or a page-locked one if those are CUDA tensors", t.describe());
+}
+
+Moments moments_of(const TensorView& t) {
+  switch (t.dtype()) {
+    case DType::kF32:
+      return Moments::kF32;
+    case DType::kBF16:
+      return Moments::kBF16;
+    case DType::kU8:
+      return Moments::kInt8;
+    default:
+      fail_type(kBlocks, "exp_avgs[0]", "float32, bfloat16 or uint8", t.describe());
+  }
+}
+
+void expect_lengths(const char* argument, size_t got, size_t n, bool optional) {
+  if (got != n && !(optional && got == 0))
+    fail_value(kBlocks, argument, std::to_string(n) + " entries, one per parameter",
+               std::to_string(got));
+}
+
+struct BlockTensors {
+  const Tensors &params, &grads, &exp_avgs, &exp_avg_sqs, &m_scales, &v_scales, &steps, &lows,
+      &emas;
+};
+
+void place_moments(BlockItem& item, const BlockTensors& t, size_t i) {
+  const int64_t n = t.params[i].numel();
+  const DType dtype = t.exp_avgs[0].dtype();
+  for (const auto& [name, list] :
+       {std::pair{"exp_avgs", &t.exp_avgs}, std::pair{"exp_avg_sqs", &t.exp_avg_sqs}})
+    if ((*list)[i].dtype() != dtype)
+      fail_type(kBlocks, at(name, i), "the dtype of exp_avgs[0]", (*list)[i].describe());
+  item.m = reach(t.exp_avgs[i], t.grads[i], at("exp_avgs", i), n);
+  item.v = reach(t.exp_avg_sqs[i], t.grads[i], at("exp_avg_sqs", i), n);
+  if (dtype != DType::kU8) return;
+  for (const auto& [name, list, to] : {std::tuple{"m_scales", &t.m_scales, &item.m_scale},
+                                       std::tuple{"v_scales", &t.v_scales, &item.v_scale}}) {
+    if ((*list)[i].dtype() != DType::kF32)
+      fail_type(kBlocks, at(name, i), "float32", (*list)[i].describe());
+    *to = static_cast<float*>(reach((*list)[i], t.grads[i], at(name, i), blocks_of(n)));
+  }
+}
+
+// First moments are rounded to nearest where that lets them decay: half the widest gap of the code
+// is 1/16. Random bits are right for any beta1.
+void choose_rounding(BlockItem& item, double beta1) {
+  const bool nearest = 1.0 - beta1 > 0.0625;
+  item.m_random = nearest ? 0 : 0xFFFF;
+  item.m_half = nearest ? 0x8000 : 0;
+}
+
+BlockItem make_block_item(const BlockTensors& t, const BlockCall& call, size_t i, double count) {
+  const TensorView& param = t.params[i];
+  if (param.dtype() != DType::kF32)
+    fail_type(kBlocks, at("params", i), "float32", param.describe());
+  BlockItem item{};
+  const TensorView& grad = t.grads[i];
+  item.numel = param.numel();
+  item.param = static_cast<float*>(reach(param, grad, at("params", i), item.numel));
+  expect_same_device(grad, t.grads[0], kBlocks, "grads");
+  if (!grad.is_contiguous() || grad.numel() != item.numel)
+    fail_value(kBlocks, at("grads", i), std::to_string(item.numel) + " contiguous elements",
+               grad.describe());
+  item.grad = grad.data();
+  item.grad_kind = kind_of(grad, kBlocks, at("grads", i), true);
+  place_moments(item, t, i);
+  if (!t.lows.empty()) {
+    item.low = reach(t.lows[i], grad, at("lows", i), item.numel);
+    item.low_kind = kind_of(t.lows[i], kBlocks, at("lows", i), false);
+    item.reconcile = call.reconcile;
+  }
+  if (!t.emas.empty()) {
+    if (t.emas[i].dtype() != DType::kF32)
+      fail_type(kBlocks, at("emas", i), "float32", t.emas[i].describe());
+    item.ema = static_cast<float*>(reach(t.emas[i], grad, at("emas", i), item.numel));
+    item.ema_weight = static_cast<float>(1.0 - call.ema_decay);
+  }
+  const double* hyper = call.hyper.data<double>() + 5 * call.groups[i];
+  item.scalars = make_scalars(hyper, count, call.grad_scale);
+  choose_rounding(item, hyper[1]);
+  item.seed = static_cast<uint64_t>(call.seeds[i]);
+  item.stream = static_cast<uint64_t>(count) | (static_cast<uint64_t>(call.numbers[i]) << 32);
+  return item;
+}
+
+void check_blocks(const BlockTensors& t, const BlockCall& call) {
+  const size_t n = t.params.size();
+  const bool packed = t.exp_avgs.empty() ? false : t.exp_avgs[0].dtype() == DType::kU8;
+  expect_lengths("grads", t.grads.size(), n, false);
+  expect_lengths("exp_avgs", t.exp_avgs.size(), n, false);
+  expect_lengths("exp_avg_sqs", t.exp_avg_sqs.size(), n, false);
+  expect_lengths("m_scales", t.m_scales.size(), n, !packed);
+  expect_lengths("v_scales", t.v_scales.size(), n, !packed);
+  expect_lengths("steps", t.steps.size(), n, false);
+  expect_lengths("lows", t.lows.size(), n, true);
+  expect_lengths("emas", t.emas.size(), n, true);
+  expect_lengths("groups", call.groups.size(), n, false);
+  expect_lengths("seeds", call.seeds.size(), n, false);
+  expect_lengths("numbers", call.numbers.size(), n, false);
+  expect(call.hyper, kBlocks, "hyper", DType::kF64);
+  if (call.hyper.ndim() != 2 || call.hyper.shape(1) != 5 || !call.hyper.is_cpu())
+    fail_value(kBlocks, "hyper", "float64[groups, 5] on cpu", call.hyper.describe());
+  for (size_t i = 0; i < n; ++i) {
+    if (t.steps[i].dtype() != DType::kF32 || t.steps[i].numel() != 1 || !t.steps[i].is_cpu())
+      fail_value(kBlocks, at("steps", i), "one float32 on cpu", t.steps[i].describe());
+    if (call.groups[i] < 0 || call.groups[i] >= call.hyper.shape(0))
+      fail_value(kBlocks, at("groups", i), "a row of hyper", std::to_string(call.groups[i]));
+  }
+}
+
+void fold_blocks(const std::vector<BlockItem>& items, double* out) {
+  for (const BlockItem& t : items)
+    for (int k = 0; k < optim::kSums; ++k) {
+      double lanes[optim::kSumLanes] = {};
+      for (int64_t b = 0; b < blocks_of(t.numel); ++b)
+        lanes[b % optim::kSumLanes] += t.sums[k * t.sum_stride + b];
+      *out++ = optim::fold_lanes(lanes);
+    }
+}
+
+// partials: float64 [3, blocks], or empty; sums: float64 [params, 3], or empty.
+void adamw_blocks(const Tensors& params, const Tensors& grads, const Tensors& exp_avgs,
+                  const Tensors& exp_avg_sqs, const Tensors& m_scales, const Tensors& v_scales,
+                  const Tensors& steps, const Tensors& lows, const Tensors& emas,
+                  const TensorView& hyper, const std::vector<int64_t>& groups,
+                  const std::vector<int64_t>& seeds, const std::vector<int64_t>& numbers,
+                  const TensorView& partials, const TensorView& sums, double grad_scale,
+                  double ema_decay, bool reconcile, int threads) {
+  if (params.empty()) return;
+  const BlockTensors t{params, grads, exp_avgs, exp_avg_sqs, m_scales, v_scales, steps, lows, emas};
+  const BlockCall call{hyper, groups, seeds, numbers, grad_scale, ema_decay, reconcile};
+  check_blocks(t, call);
+  const Moments moments = moments_of(exp_avgs[0]);
+  std::vector<BlockItem> items;
+  std::vector<int64_t> begins{0};
+  std::vector<float*> counters;
+  for (size_t i = 0; i < params.size(); ++i) {
+    counters.push_back(steps[i].data<float>());
+    items.push_back(make_block_item(t, call, i, static_cast<double>(*counters[i]) + 1.0));
+    begins.push_back(begins.back() + blocks_of(items.back().numel));
+  }
+  const bool measured = sums.numel() > 0;
+  if (measured) {
+    expect(sums, kBlocks, "sums", DType::kF64);
+    expect_numel(sums, kBlocks, "sums", optim::kSums * static_cast<int64_t>(items.size()));
+    expect(partials, kBlocks, "partials", DType::kF64);
+    expect_numel(partials, kBlocks, "partials", optim::kSums * begins.back());
+    for (const TensorView* view : {&sums, &partials})
+      expect_same_device(*view, grads[0], kBlocks, "sums");
+    for (size_t i = 0; i < items.size(); ++i) {
+      items[i].sums = partials.data<double>() + begins[i];
+      items[i].sum_stride = begins.back();
+    }
+  }
+  double* out = measured ? sums.data<double>() : nullptr;
+  const auto count = static_cast<int64_t>(items.size());
+  expect_no_cuda_missing(grads[0], kBlocks);
+#if defined(TS_WITH_CUDA)
+  if (grads[0].is_cuda()) {
+    const DeviceGuard guard(grads[0].device_id());
+    void* stream = grads[0].current_stream();
+    const nb::gil_scoped_release release;
+    optim::launch_adamw_blocks(items.data(), begins.data(), count, moments, out, stream);
+    for (float* counter : counters) *counter += 1.0f;
+    return;
+  }
+#endif
+  const int workers = thread_count(threads);
+  const nb::gil_scoped_release release;
+  TS_ISA_CALL(optim, adamw_blocks, items.data(), begins.data(), count, moments, workers);
+  if (measured) fold_blocks(items, out);
+  for (float* counter : counters) *counter += 1.0f;
+}
+
+PackItem make_pack_item(const char* op, const TensorView& m, const TensorView& v,
+                        const TensorView& m_code, const TensorView& v_code,
+                        const TensorView& m_scale, const TensorView& v_scale) {
+  for (const auto& [name, t] : {std::pair{"exp_avg", &m}, std::pair{"exp_avg_sq", &v}})
+    expect(*t, op, name, DType::kF32);
+  for (const auto& [name, t] : {std::pair{"m_codes", &m_code}, std::pair{"v_codes", &v_code}})
+    expect(*t, op, name, DType::kU8);
+  for (const auto& [name, t] : {std::pair{"m_scales", &m_scale}, std::pair{"v_scales", &v_scale}}) {
+    expect(*t, op, name, DType::kF32);
+    expect_numel(*t, op, name, blocks_of(m.numel()));
+  }
+  for (const TensorView* t : {&m, &v, &m_code, &v_code, &m_scale, &v_scale}) {
+    const bool scale = t == &m_scale || t == &v_scale;
+    if (!scale) expect_numel(*t, op, "tensors", m.numel());
+    if (!t->is_cpu()) fail_value(op, "tensors", "CPU tensors", t->describe());
+  }
+  return PackItem{m.data<float>(),
+                  v.data<float>(),
+                  m_code.data<uint8_t>(),
+                  v_code.data<uint8_t>(),
+                  m_scale.data<float>(),
+                  v_scale.data<float>(),
+                  m.numel()};
+}
+
+void pack_moments(TensorView m, TensorView v, TensorView m_code, TensorView v_code,
+                  TensorView m_scale, TensorView v_scale, int threads) {
+  const PackItem item = make_pack_item("pack_moments_", m, v, m_code, v_code, m_scale, v_scale);
+  const int workers = thread_count(threads);
+  const nb::gil_scoped_release release;
+  TS_ISA_CALL(optim, pack_moments, item, workers);
+}
+
+void unpack_moments(TensorView m, TensorView v, TensorView m_code, TensorView v_code,
+                    TensorView m_scale, TensorView v_scale, int threads) {
+  const PackItem item = make_pack_item("unpack_moments_", m, v, m_code, v_code, m_scale, v_scale);
+  const int workers = thread_count(threads);
+  const nb::gil_scoped_release release;
+  TS_ISA_CALL(optim, unpack_moments, item, workers);
+}
+
+void stream_probe_bytes(TensorView a, TensorView b, TensorView c, TensorView d, int threads) {
+  constexpr const char* op = "stream_probe_bytes_";
+  for (const TensorView* t : {&a, &b}) {
+    expect(*t, op, "tensors", DType::kF32);
+    expect_numel(*t, op, "tensors", a.numel());
+  }
+  const int64_t bytes = a.numel() > 0 ? c.nbytes() / a.numel() : 0;
+  for (const TensorView* t : {&c, &d}) {
+    expect(*t, op, "tensors", DType::kU8);
+    expect_numel(*t, op, "tensors", a.numel() * bytes);
+  }
+  for (const TensorView* t : {&a, &b, &c, &d})
+    if (!t->is_cpu()) fail_value(op, "tensors", "CPU tensors", t->describe());
+  const int workers = thread_count(threads);
+  const nb::gil_scoped_release release;
+  TS_ISA_CALL(optim, stream_probe_bytes, a.data<float>(), b.data<float>(), c.data<uint8_t>(),
+              d.data<uint8_t>(), a.numel(), bytes, workers);
+}
+
 void stream_probe(TensorView a, TensorView b, TensorView c, TensorView d, int threads) {
   constexpr const char* op = "stream_probe_";
   for (const TensorView* t : {&a, &b, &c, &d}) {
@@ -226,6 +497,20 @@ NB_MODULE(_C, m) {
         nb::arg("exp_avg_sqs"), nb::arg("steps"), nb::arg("lows"), nb::arg("hyper"),
         nb::arg("groups"), nb::arg("grad_scale") = 1.0, nb::arg("reconcile") = false,
         nb::arg("threads") = 0);
+  m.attr("BLOCK") = optim::kBlock;
+  m.def("adamw_blocks_", &adamw_blocks, nb::arg("params"), nb::arg("grads"), nb::arg("exp_avgs"),
+        nb::arg("exp_avg_sqs"), nb::arg("m_scales"), nb::arg("v_scales"), nb::arg("steps"),
+        nb::arg("lows"), nb::arg("emas"), nb::arg("hyper"), nb::arg("groups"), nb::arg("seeds"),
+        nb::arg("numbers"), nb::arg("partials"), nb::arg("sums"), nb::arg("grad_scale") = 1.0,
+        nb::arg("ema_decay") = 1.0, nb::arg("reconcile") = false, nb::arg("threads") = 0);
+  m.def("pack_moments_", &pack_moments, nb::arg("exp_avg"), nb::arg("exp_avg_sq"),
+        nb::arg("m_codes"), nb::arg("v_codes"), nb::arg("m_scales"), nb::arg("v_scales"),
+        nb::arg("threads") = 0);
+  m.def("unpack_moments_", &unpack_moments, nb::arg("exp_avg"), nb::arg("exp_avg_sq"),
+        nb::arg("m_codes"), nb::arg("v_codes"), nb::arg("m_scales"), nb::arg("v_scales"),
+        nb::arg("threads") = 0);
+  m.def("stream_probe_bytes_", &stream_probe_bytes, nb::arg("a"), nb::arg("b"), nb::arg("c"),
+        nb::arg("d"), nb::arg("threads") = 0);
   m.def("grad_sumsq", &grad_sumsq, nb::arg("grads"), nb::arg("partials"), nb::arg("out"),
         nb::arg("threads") = 0);
   m.def("stream_probe_", &stream_probe, nb::arg("a"), nb::arg("b"), nb::arg("c"), nb::arg("d"),

@@ -18,6 +18,8 @@ struct AdamWScalars {
   float grad_scale;  // multiplies each gradient first: clipping and loss scale
 };
 
+enum class Moments : uint8_t { kF32 = 0, kBF16 = 1, kInt8 = 2 };
+
 enum class Kind : uint8_t { kNone = 0, kF32 = 1, kBF16 = 2, kFP16 = 3 };
 
 // One tensor of a step. `low` is the 16-bit copy of the weights that is written beside the fp32
@@ -36,6 +38,33 @@ struct AdamWItem {
   uint8_t reconcile;
 };
 
+// One tensor of a step whose moments are packed, averaged or measured. It is worked on in blocks of
+// kBlock elements, counted from its own start.
+struct BlockItem : AdamWItem {  // exp_avg and exp_avg_sq of the base are not used
+  void* m;                      // [numel] first moments: fp32, bf16 or one byte each
+  void* v;                      // [numel] second moments
+  float* m_scale;               // [blocks] kInt8 only, read and written
+  float* v_scale;               // [blocks] kInt8 only, read and written
+  float* ema;                   // [numel] moving average of the weights, read and written; or null
+  uint64_t seed;                // key of the random numbers
+  uint64_t stream;              // step number, and the index of the tensor << 32
+  double* sums;                 // partial sums of this item: kSums rows of sum_stride; or null
+  int64_t sum_stride;
+  float ema_weight;           // 1 - decay
+  uint16_t m_random, m_half;  // what rounds the first moment: (random & m_random) | m_half
+};
+
+// Rounding of packed moments without a step, when they are loaded.
+struct PackItem {
+  float* m;         // [numel] read by pack, written by unpack
+  float* v;         // [numel]
+  uint8_t* m_code;  // [numel] written by pack, read by unpack
+  uint8_t* v_code;  // [numel]
+  float* m_scale;   // [blocks]
+  float* v_scale;   // [blocks]
+  int64_t numel;
+};
+
 struct GradItem {
   const void* grad;  // [numel] of kind, read
   int64_t numel;
@@ -48,9 +77,19 @@ struct GradItem {
 constexpr int64_t kSumChunk = 4096;
 constexpr int kSumLanes = 32;
 
+// Elements that share a scale, and one unit of work of a BlockItem.
+constexpr int64_t kBlock = 256;
+// Sums of a measured step: squares of gradients, of the update, of the new weights.
+constexpr int kSums = 3;
+
 // begins[i]: number of elements in items [0, i), count + 1 entries.
 TS_DECLARE_ISA(void adamw(const AdamWItem* items, const int64_t* begins, int64_t count,
                           int threads))
+// begins[i]: number of blocks in items [0, i). All items have the same format of moments.
+TS_DECLARE_ISA(void adamw_blocks(const BlockItem* items, const int64_t* begins, int64_t count,
+                                 Moments moments, int threads))
+TS_DECLARE_ISA(void pack_moments(const PackItem& item, int threads))
+TS_DECLARE_ISA(void unpack_moments(const PackItem& item, int threads))
 // chunk_begins[i]: number of pieces in items [0, i), count + 1 entries. partials: one per piece,
 // written; out: one per item, written.
 TS_DECLARE_ISA(void sumsq(const GradItem* items, const int64_t* chunk_begins, int64_t count,
@@ -58,8 +97,15 @@ TS_DECLARE_ISA(void sumsq(const GradItem* items, const int64_t* chunk_begins, in
 // Same memory traffic as an fp32 step (4 reads, 3 writes) with almost no arithmetic: the ruler.
 TS_DECLARE_ISA(void stream_probe(float* a, const float* b, float* c, float* d, int64_t n,
                                  int threads))
+// The same for packed moments: c and d hold `bytes` bytes an element.
+TS_DECLARE_ISA(void stream_probe_bytes(float* a, const float* b, uint8_t* c, uint8_t* d, int64_t n,
+                                       int64_t bytes, int threads))
 
 void launch_adamw(const AdamWItem* items, int64_t count, void* stream);
+void launch_adamw_blocks(const BlockItem* items, const int64_t* begins, int64_t count,
+                         Moments moments, double* out, void* stream);
+// The address under which kernels reach page-locked host memory; null if they cannot.
+void* mapped_pointer(void* host);
 // partials and out are device memory, sized as for the CPU.
 void launch_sumsq(const GradItem* items, const int64_t* chunk_begins, int64_t count,
                   double* partials, double* out, void* stream);

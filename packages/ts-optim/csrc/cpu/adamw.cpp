@@ -53,4 +53,21 @@ void stream_probe(float* a, const float* b, float* c, float* d, int64_t n, int t
   });
 }
 
+void stream_probe_bytes(float* a, const float* b, uint8_t* c, uint8_t* d, int64_t n, int64_t bytes,
+                        int threads) {
+  constexpr int64_t kStep = 64;  // elements, so that packed ones fill whole vectors
+  parallel_for(n / kStep, kGrain / kStep, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin * kStep; i < end * kStep; i += kStep) {
+      const Ops::V y = Ops::load(b + i);
+      for (int64_t k = 0; k < kStep; k += Ops::kWidth)
+        Ops::store(a + i + k, Ops::mul(Ops::load(a + i + k), Ops::load(b + i + k)));
+      for (uint8_t* at : {c + i * bytes, d + i * bytes})
+        for (int64_t k = 0; k < kStep * bytes; k += 4 * Ops::kWidth) {
+          float* to = reinterpret_cast<float*>(at + k);
+          Ops::store(to, Ops::mul(Ops::load(to), y));
+        }
+    }
+  });
+}
+
 }  // namespace ts::optim::TS_ISA

@@ -58,11 +58,49 @@ struct Avx2Ops {
     return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)));
   }
   static inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
+  static inline V sub(V a, V b) { return _mm256_sub_ps(a, b); }
   static inline V fma(V a, V b, V c) { return _mm256_fmadd_ps(a, b, c); }
   static inline V sqrt(V a) { return _mm256_sqrt_ps(a); }
   static inline V div(V a, V b) { return _mm256_div_ps(a, b); }
   // min returns its second operand when either is NaN
   static inline V cap(V a) { return _mm256_min_ps(_mm256_set1_ps(FLT_MAX), a); }
+  static inline I seti(uint32_t x) { return _mm256_set1_epi32(static_cast<int>(x)); }
+  static inline I load8(const uint8_t* p) {
+    return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
+  static inline void store8(uint8_t* p, I x) {
+    const __m128i half = narrow(x);
+    _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(half, half));
+  }
+  static inline I bits(V x) { return _mm256_castps_si256(x); }
+  static inline V floats(I x) { return _mm256_castsi256_ps(x); }
+  static inline I add(I a, I b) { return _mm256_add_epi32(a, b); }
+  static inline I both(I a, I b) { return _mm256_and_si256(a, b); }
+  static inline I either(I a, I b) { return _mm256_or_si256(a, b); }
+  static inline I exclusive(I a, I b) { return _mm256_xor_si256(a, b); }
+  static inline I min_u(I a, I b) { return _mm256_min_epu32(a, b); }
+  static inline I max_u(I a, I b) { return _mm256_max_epu32(a, b); }
+  static inline I max_s(I a, I b) { return _mm256_max_epi32(a, b); }
+  template <int N>
+  static inline I shl(I a) {
+    return _mm256_slli_epi32(a, N);
+  }
+  template <int N>
+  static inline I shr(I a) {
+    return _mm256_srli_epi32(a, N);
+  }
+  static inline I where(I where, I x) {
+    return _mm256_andnot_si256(_mm256_cmpeq_epi32(where, _mm256_setzero_si256()), x);
+  }
+  static inline V at_most_one(V a) { return _mm256_min_ps(a, _mm256_set1_ps(1.0f)); }
+  static inline V at_least(V a, V low) { return _mm256_max_ps(low, a); }
+  static inline I first_lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
+  // High and low halves of the products with m.
+  static inline I multiply(I a, I m, I* low) {
+    const I even = _mm256_mul_epu32(a, m), odd = _mm256_mul_epu32(_mm256_srli_epi64(a, 32), m);
+    *low = _mm256_blend_epi32(even, _mm256_slli_epi64(odd, 32), 0xAA);
+    return _mm256_blend_epi32(_mm256_srli_epi64(even, 32), odd, 0xAA);
+  }
 };
 using Ops = Avx2Ops;
 
@@ -98,10 +136,48 @@ struct Avx512Ops {
     return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(a, b), y, x);
   }
   static inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
+  static inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
   static inline V fma(V a, V b, V c) { return _mm512_fmadd_ps(a, b, c); }
   static inline V sqrt(V a) { return _mm512_sqrt_ps(a); }
   static inline V div(V a, V b) { return _mm512_div_ps(a, b); }
   static inline V cap(V a) { return _mm512_min_ps(_mm512_set1_ps(FLT_MAX), a); }
+  static inline I seti(uint32_t x) { return _mm512_set1_epi32(static_cast<int>(x)); }
+  static inline I load8(const uint8_t* p) {
+    return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
+  static inline void store8(uint8_t* p, I x) {
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+  }
+  static inline I bits(V x) { return _mm512_castps_si512(x); }
+  static inline V floats(I x) { return _mm512_castsi512_ps(x); }
+  static inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
+  static inline I both(I a, I b) { return _mm512_and_si512(a, b); }
+  static inline I either(I a, I b) { return _mm512_or_si512(a, b); }
+  static inline I exclusive(I a, I b) { return _mm512_xor_si512(a, b); }
+  static inline I min_u(I a, I b) { return _mm512_min_epu32(a, b); }
+  static inline I max_u(I a, I b) { return _mm512_max_epu32(a, b); }
+  static inline I max_s(I a, I b) { return _mm512_max_epi32(a, b); }
+  template <int N>
+  static inline I shl(I a) {
+    return _mm512_slli_epi32(a, N);
+  }
+  template <int N>
+  static inline I shr(I a) {
+    return _mm512_srli_epi32(a, N);
+  }
+  static inline I where(I where, I x) {
+    return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(where, where), x);
+  }
+  static inline V at_most_one(V a) { return _mm512_min_ps(a, _mm512_set1_ps(1.0f)); }
+  static inline V at_least(V a, V low) { return _mm512_max_ps(low, a); }
+  static inline I first_lanes() {
+    return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  }
+  static inline I multiply(I a, I m, I* low) {
+    const I even = _mm512_mul_epu32(a, m), odd = _mm512_mul_epu32(_mm512_srli_epi64(a, 32), m);
+    *low = _mm512_mask_shuffle_epi32(even, 0xAAAA, odd, static_cast<_MM_PERM_ENUM>(0xA0));
+    return _mm512_mask_shuffle_epi32(odd, 0x5555, even, static_cast<_MM_PERM_ENUM>(0xF5));
+  }
 };
 using Ops = Avx512Ops;
 

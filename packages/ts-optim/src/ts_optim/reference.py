@@ -7,7 +7,15 @@ from collections.abc import Sequence
 
 import torch
 
-__all__ = ["adamw_", "grad_norm"]
+__all__ = ["adamw_", "adamw_float32", "decode_int8", "encode_int8", "grad_norm", "random16", "round_bf16"]
+
+#: Elements that share the two scales of int8 moments.
+BLOCK = 256
+
+_NEAREST = 0x8000
+# The two parts of a small float: bits of mantissa, exponent and code of their upper end.
+_ROOT = ((5, 0, 255), (4, -4, 127))
+_RATIO = ((5, 0, 127), (3, -3, 31))
 
 
 def adamw_(
@@ -59,3 +67,199 @@ def grad_norm(grads: Sequence[torch.Tensor]) -> float:
         The norm; NaN or infinite if an element is.
     """
     return math.sqrt(sum(float(g.double().square().sum()) for g in grads))
+
+
+def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
+    """Compute a b + c with one rounding to float32: the sum in float64, rounded to odd, loses nothing."""
+    x, y = a.double() * b.double(), c.double()  # the product is exact
+    total = x + y
+    rest = total - x
+    error = (x - (total - rest)) + (y - rest)
+    bits = total.view(torch.int64)
+    away = torch.where((error > 0) == (total > 0), 1, -1)
+    inexact = (error != 0) & (bits & 1 == 0) & total.isfinite()
+    return torch.where(inexact, bits + away, bits).view(torch.float64).float()
+
+
+def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
+    """Return the 16 random bits of each element of a tensor in one step.
+
+    Philox4x32-10 with the key `seed`. Its counter holds element / 256 * 32 + lane in the low, and the step and
+    the number of the tensor in the high half; the lane is 16 for the second half of a block plus element % 16.
+    Of its 8 values of 16 bits, element / 16 % 8 picks one.
+
+    Args:
+        seed: 64 bits.
+        step: 1 at the first step.
+        number: Index of the parameter in the optimizer.
+        numel: Elements.
+
+    Returns:
+        int64 `[numel]` in [0, 65536).
+
+    Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
+    """
+    i = torch.arange(numel)
+    counter = i // BLOCK * 32 + i % BLOCK // 128 * 16 + i % 16
+    mask = 0xFFFFFFFF
+    c = [counter & mask, counter >> 32, torch.full_like(i, step), torch.full_like(i, number)]
+    k0, k1 = seed & mask, seed >> 32 & mask
+
+    def multiply(x: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
+        low, high = x & 0xFFFF, x >> 16  # products below 2^48
+        middle = high * m + (low * m >> 16)
+        return middle >> 16, (middle << 16 | low * m & 0xFFFF) & mask
+
+    for _ in range(10):
+        high0, low0 = multiply(c[0], 0xD2511F53)
+        high1, low1 = multiply(c[2], 0xCD9E8D57)
+        c = [high1 ^ c[1] ^ k0, low1, high0 ^ c[3] ^ k1, low0]
+        k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    words = torch.stack([w for word in c for w in (word & 0xFFFF, word >> 16)])
+    return words.gather(0, (i // 16 % 8)[None])[0]
+
+
+def round_bf16(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
+    """Round float32 to bfloat16 so that the mean is exact.
+
+    The 16 bits that are cut off are the chance to go up. Finite values stay finite.
+
+    Args:
+        x: float32, any shape.
+        random: Integers in [0, 65536), same shape.
+
+    Returns:
+        bfloat16, same shape.
+
+    Source: Gupta et al., https://arxiv.org/abs/1502.02551.
+    """
+    bits = x.view(torch.int32).long()
+    size = bits & 0x7FFFFFFF
+    size = torch.minimum(size + random, size.clamp(min=0x7F7FFFFF)) & 0xFFFF0000
+    return (size | bits & -0x80000000).int().view(torch.float32).bfloat16()
+
+
+def _encode(x: torch.Tensor, parts: tuple[tuple[int, int, int], ...], least: int) -> torch.Tensor:
+    """Return codes of x in [0, 1] with 16 bits behind the point, at least `least`."""
+    bits = x.view(torch.int32).long()
+    codes = [((bits - (127 + e << 23)) >> 7 - mantissa) + (code << 16) for mantissa, e, code in parts]
+    return torch.stack(codes).amax(0).clamp(min=least << 16)
+
+
+def _decode(codes: torch.Tensor, parts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    bits = [(codes - code << 23 - mantissa) + (127 + e << 23) for mantissa, e, code in parts]
+    return torch.where(codes == 0, 0.0, torch.stack(bits).amin(0).int().view(torch.float32))
+
+
+def encode_int8(
+    exp_avg: torch.Tensor,
+    root: torch.Tensor,
+    random: torch.Tensor | None = None,
+    *,
+    nearest: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Pack moments into one byte each.
+
+        s = max(root, 2^-62) where root > 0;  v_scale = max(s);  v_code = round(s / v_scale), never 0 for s > 0
+        r = m / s;  m_scale = max(|r|) to 20 bits;  m_code = sign(r), round(|r| / m_scale)
+
+    in blocks of 256 elements. A code of s has 32 values an octave down to 2^-4 and 16 down to 2^-12, one of |r| has
+    32 down to 2^-3 and 8 down to 2^-7; both hold 0 and 1. A block with NaN or infinity becomes NaN.
+
+    Args:
+        exp_avg: m, float32, flat.
+        root: sqrt(v), float32, flat.
+        random: 16 bits for each element, which round s (and r, if not `nearest`); None, as on loading, rounds both
+            to nearest.
+        nearest: Round r to nearest.
+
+    Returns:
+        m codes (uint8: a sign bit and 7 bits), v codes (uint8), m scales and v scales (float32, one a block).
+
+    Source: block-wise states, Dettmers et al., https://arxiv.org/abs/2110.02861.
+    """
+    n = root.numel()
+    smallest = 1.25 * 2.0**-63 if random is None else 2.0**-62
+    random = torch.full((n,), _NEAREST) if random is None else random
+    m, s, bits = (torch.nn.functional.pad(t, (0, -n % BLOCK)).view(-1, BLOCK) for t in (exp_avg, root, random))
+    s = torch.where(s == 0, 0.0, s.clamp(min=smallest))
+    r = torch.where(s == 0, 0.0, m / s)
+    v_scale = torch.where(s.isfinite().all(1), s.amax(1), math.nan)
+    up = (1.0 / v_scale).view(torch.int32).add(1).view(torch.float32)  # so that the largest is never below 1
+    v_code = _encode((s * up[:, None]).clamp(max=1.0), _ROOT, 1) + bits >> 16
+    v_code = torch.where((s > 0) & (v_scale > 0)[:, None], v_code, 0)
+    most = r.abs().amax(1)
+    m_scale = ((most.view(torch.int32) + 8) & ~15).view(torch.float32)  # 20 bits, so that it can be found again
+    m_scale = torch.where(most < 2.0**-40, 0.0, m_scale)
+    m_scale = torch.where(m_scale.isfinite() & ~v_scale.isnan(), m_scale, math.nan)
+    inverse = 1.0 / m_scale * (1.0 + 2.0**-18)
+    chance = torch.full_like(bits, _NEAREST) if nearest else bits
+    size = _encode((r.abs() * inverse[:, None]).clamp(max=1.0), _RATIO, 0) + chance >> 16
+    m_code = torch.where((m_scale > 0)[:, None], size + 128 * r.signbit(), 0)
+    return m_code.byte().view(-1)[:n], v_code.byte().view(-1)[:n], m_scale, v_scale
+
+
+def decode_int8(
+    m_code: torch.Tensor, v_code: torch.Tensor, m_scale: torch.Tensor, v_scale: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Unpack moments: s = v_scale code, v = s^2, m = (m_scale code) s. Packing them again gives the same bytes.
+
+    Args:
+        m_code: uint8, flat.
+        v_code: uint8, flat.
+        m_scale: float32, one for each 256.
+        v_scale: float32, one for each 256.
+
+    Returns:
+        m and v, float32, flat.
+    """
+    n = v_code.numel()
+    scales = [t.repeat_interleave(BLOCK)[:n] for t in (m_scale, v_scale)]
+    root = _decode(v_code.long(), _ROOT) * scales[1]
+    size = _decode(m_code.long() & 127, _RATIO)
+    return torch.where(m_code > 127, -size, size) * scales[0] * root, root * root
+
+
+def adamw_float32(
+    param: torch.Tensor,
+    grad: torch.Tensor,
+    exp_avg: torch.Tensor,
+    exp_avg_sq: torch.Tensor,
+    step: int,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    eps: float,
+    weight_decay: float,
+    grad_scale: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Compute one AdamW step to the bit of the kernels: each operation and fma is rounded to float32 once.
+
+    Args:
+        param: float32.
+        grad: float32.
+        exp_avg: float32.
+        exp_avg_sq: float32.
+        step: t, 1 at the first step.
+        lr: Learning rate.
+        betas: Decay rates of the moments.
+        eps: Added to the denominator.
+        weight_decay: Decoupled decay.
+        grad_scale: Multiplies the gradient.
+
+    Returns:
+        New weights, m, v and sqrt(v).
+    """
+
+    def number(x: float) -> torch.Tensor:
+        return torch.tensor(x, dtype=torch.float32)
+
+    w1, w2 = number(1.0 - betas[0]), number(1.0 - betas[1])
+    g = grad * number(grad_scale)
+    m = _fma(w1, g, _fma(-w1, exp_avg, exp_avg))
+    v = _fma(w2 * g, g, _fma(-w2, exp_avg_sq, exp_avg_sq))
+    v = torch.where(v > torch.finfo(torch.float32).max, torch.finfo(torch.float32).max, v)
+    root = v.double().sqrt().float()  # correctly rounded, which torch's own float32 one may not be
+    denom = _fma(root, number(1.0 / math.sqrt(1.0 - betas[1] ** step)), number(eps))
+    step_size = number(-lr / (1.0 - betas[0] ** step))
+    return _fma(step_size, m / denom, param * number(1.0 - lr * weight_decay)), m, v, root

@@ -8,8 +8,8 @@
 #include <string>
 #include <vector>
 
-#include "adamw_math.h"
 #include "kernels.h"
+#include "packed_math.h"
 #include "ts/module.h"
 
 namespace nb = nanobind;
@@ -322,7 +322,8 @@ BlockItem make_block_item(const BlockTensors& t, const BlockCall& call, size_t i
   item.scalars = make_scalars(hyper, count, call.grad_scale);
   choose_rounding(item, hyper[1]);
   item.seed = static_cast<uint64_t>(call.seeds[i]);
-  item.stream = static_cast<uint64_t>(count) | (static_cast<uint64_t>(call.numbers[i]) << 32);
+  item.number = static_cast<uint64_t>(call.numbers[i]);
+  item.turn = optim::random_turn(static_cast<uint32_t>(count));
   return item;
 }
 

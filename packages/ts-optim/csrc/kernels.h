@@ -47,8 +47,9 @@ struct BlockItem : AdamWItem {  // exp_avg and exp_avg_sq of the base are not us
   float* v_scale;               // [blocks] kInt8 only, read and written
   float* ema;                   // [numel] moving average of the weights, read and written; or null
   uint64_t seed;                // key of the random numbers
-  uint64_t stream;              // step number, and the index of the tensor << 32
-  double* sums;                 // partial sums of this item: kSums rows of sum_stride; or null
+  uint64_t number;              // of the tensor
+  uint32_t turn;  // added to random words: goes round by the golden ratio with the step
+  double* sums;   // partial sums of this item: kSums rows of sum_stride; or null
   int64_t sum_stride;
   float ema_weight;           // 1 - decay
   uint16_t m_random, m_half;  // what rounds the first moment: (random & m_random) | m_half

@@ -11,11 +11,12 @@ constexpr int64_t kGrainBlocks = 64;
 
 #if defined(TS_ISA_portable)
 
-static void fill_random(uint64_t seed, uint64_t stream, int64_t block, uint16_t* out) {
+static void fill_random(const BlockItem& t, int64_t block, uint16_t* out) {
   for (int i = 0; i < 32; ++i) {
-    const Philox p = philox4x32(seed, random_counter(block, i / 16, i % 16), stream);
+    const Philox p = philox4x32(t.seed, random_counter(block, i / 16, i % 16), t.number);
     for (int k = 0; k < 8; ++k)
-      out[128 * (i / 16) + 16 * k + i % 16] = static_cast<uint16_t>(p.out[k / 2] >> (16 * (k % 2)));
+      out[128 * (i / 16) + 16 * k + i % 16] =
+          static_cast<uint16_t>((p.out[k / 2] + t.turn) >> (16 * (k % 2)));
   }
 }
 
@@ -41,14 +42,15 @@ static inline void philox_lanes(uint64_t seed, uint64_t low, uint64_t high, Ops:
   }
 }
 
-static void fill_random(uint64_t seed, uint64_t stream, int64_t block, uint16_t* out) {
+static void fill_random(const BlockItem& t, int64_t block, uint16_t* out) {
   for (int i = 0; i < 32; i += Ops::kWidth) {
     Ops::I c[4];
-    philox_lanes(seed, random_counter(block, 0, i), stream, c);
+    philox_lanes(t.seed, random_counter(block, 0, i), t.number, c);
     uint16_t* to = out + 128 * (i / 16) + i % 16;
     for (int w = 0; w < 4; ++w) {
-      Ops::store16(to + 32 * w, Ops::both(c[w], Ops::seti(0xFFFFu)));
-      Ops::store16(to + 32 * w + 16, Ops::shr<16>(c[w]));
+      const Ops::I word = Ops::add(c[w], Ops::seti(t.turn));
+      Ops::store16(to + 32 * w, Ops::both(word, Ops::seti(0xFFFFu)));
+      Ops::store16(to + 32 * w + 16, Ops::shr<16>(word));
     }
   }
 }
@@ -213,7 +215,7 @@ struct Blocks {
       const int64_t first = b * kBlock;
       const int64_t n = t.numel - first < kBlock ? t.numel - first : kBlock;
       constexpr bool kPacked = M == Moments::kInt8;
-      if (M != Moments::kF32) fill_random(t.seed, t.stream, b, x.random);
+      if (M != Moments::kF32) fill_random(t, b, x.random);
       // The gradient may be the memory of the 16-bit weights.
       if (t.sums != nullptr) t.sums[b] = chunk_sum<G>(t.grad, first, first + n);
       Update<G, L, M> update{

@@ -38,10 +38,10 @@ struct Lane {
 
 __device__ inline void load_random(const BlockItem& t, int64_t block, int lane, Scratch& x,
                                    uint32_t* r) {
-  const Philox p = philox4x32(t.seed, random_counter(block, lane / 16, lane % 16), t.stream);
+  const Philox p = philox4x32(t.seed, random_counter(block, lane / 16, lane % 16), t.number);
   for (int k = 0; k < 8; ++k)
     x.random[128 * (lane / 16) + 16 * k + lane % 16] =
-        static_cast<uint16_t>(p.out[k / 2] >> (16 * (k % 2)));
+        static_cast<uint16_t>((p.out[k / 2] + t.turn) >> (16 * (k % 2)));
   __syncwarp();
   const Words w = *reinterpret_cast<const Words*>(x.random + kEach * lane);
   for (int k = 0; k < kEach; ++k) r[k] = k % 2 ? w.word[k / 2] >> 16 : w.word[k / 2] & 0xFFFFu;

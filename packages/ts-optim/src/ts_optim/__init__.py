@@ -1,6 +1,6 @@
 """AdamW for weights whose optimizer state lives in host memory.
 
-`OffloadAdamW` is a `torch.optim.Optimizer`; `grad_sumsq` and `adamw_step_` are the operations it is made of.
+`OffloadAdamW` is a `torch.optim.Optimizer`; `grad_sumsq`, `adamw_step_` and `adamw_blocks_` are the operations it is made of.
 """
 
 from importlib.metadata import version
@@ -15,10 +15,10 @@ except ImportError as error:
         "(pip install ./packages/ts-core ./packages/ts-optim), together with nanobind-backend"
     ) from error
 
-from ._ops import adamw_step_, grad_sumsq
+from ._ops import adamw_blocks_, adamw_step_, grad_sumsq
 from .offload import OffloadAdamW
 from .placement import place_by_size
 
 __version__ = version("ts-optim")
 
-__all__ = ["OffloadAdamW", "adamw_step_", "grad_sumsq", "place_by_size"]
+__all__ = ["OffloadAdamW", "adamw_blocks_", "adamw_step_", "grad_sumsq", "place_by_size"]

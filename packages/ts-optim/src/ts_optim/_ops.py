@@ -10,12 +10,14 @@ from ts_core.errors import ArgumentError, ArgumentTypeError, message
 from ts_core.ops import OpLibrary
 
 from . import _C
+from .moments import block_count
 
-__all__ = ["adamw_step_", "grad_sumsq"]
+__all__ = ["adamw_blocks_", "adamw_step_", "grad_sumsq"]
 
 _LIBRARY = OpLibrary("ts_optim")
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
 _LOWS = (torch.bfloat16, torch.float16)
+_MOMENTS = (torch.float32, torch.bfloat16, torch.uint8)
 
 
 def _require(ok: bool, function: str, argument: str, expected: str, given: object) -> None:
@@ -128,6 +130,145 @@ Args:
     threads: 0 takes `torch.get_num_threads()`.
 
 Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+"""
+
+
+def _adamw_blocks(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    m_scales: Sequence[torch.Tensor],
+    v_scales: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    lows: Sequence[torch.Tensor],
+    emas: Sequence[torch.Tensor],
+    hyper: torch.Tensor,
+    groups: Sequence[int],
+    seeds: Sequence[int],
+    numbers: Sequence[int],
+    grad_scale: float = 1.0,
+    ema_decay: float = 1.0,
+    reconcile: bool = False,
+    measure: bool = False,
+    threads: int = 0,
+) -> torch.Tensor:
+    blocks = sum(block_count(p.numel()) for p in params) if measure else 0
+    device = grads[0].device if grads else torch.device("cpu")
+    sums = torch.zeros(len(params) if measure else 0, 3, dtype=torch.float64, device=device)
+    partials = torch.empty(3, blocks, dtype=torch.float64, device=device)
+    _C.adamw_blocks_(
+        params,
+        grads,
+        exp_avgs,
+        exp_avg_sqs,
+        m_scales,
+        v_scales,
+        steps,
+        lows,
+        emas,
+        hyper,
+        groups,
+        seeds,
+        numbers,
+        partials,
+        sums,
+        grad_scale,
+        ema_decay,
+        reconcile,
+        threads,
+    )
+    return sums
+
+
+def _adamw_blocks_fake(
+    params: Sequence[torch.Tensor],
+    grads: Sequence[torch.Tensor],
+    exp_avgs: Sequence[torch.Tensor],
+    exp_avg_sqs: Sequence[torch.Tensor],
+    m_scales: Sequence[torch.Tensor],
+    v_scales: Sequence[torch.Tensor],
+    steps: Sequence[torch.Tensor],
+    lows: Sequence[torch.Tensor],
+    emas: Sequence[torch.Tensor],
+    hyper: torch.Tensor,
+    groups: Sequence[int],
+    seeds: Sequence[int],
+    numbers: Sequence[int],
+    grad_scale: float = 1.0,
+    ema_decay: float = 1.0,
+    reconcile: bool = False,
+    measure: bool = False,
+    threads: int = 0,
+) -> torch.Tensor:
+    name = "adamw_blocks_"
+    moments = exp_avgs[0].dtype if exp_avgs else torch.float32
+    _require(moments in _MOMENTS, name, "exp_avgs[0]", "float32, bfloat16 or uint8", moments)
+    packed = moments is torch.uint8
+    lists: dict[str, tuple[Sequence[torch.Tensor], tuple[torch.dtype, ...], bool]] = {
+        "grads": (grads, _GRADS, False),
+        "exp_avgs": (exp_avgs, (moments,), False),
+        "exp_avg_sqs": (exp_avg_sqs, (moments,), False),
+        "lows": (lows, _LOWS, True),
+        "emas": (emas, (torch.float32,), True),
+        "m_scales": (m_scales, (torch.float32,), not packed),
+        "v_scales": (v_scales, (torch.float32,), not packed),
+    }
+    _require_dtype(hyper, (torch.float64,), name, "hyper")
+    for argument, (tensors, accepted, optional) in lists.items():
+        length = len(tensors) == len(params) or (optional and not tensors)
+        _require(length, name, argument, f"{len(params)} tensors", len(tensors))
+        for i, t in enumerate(tensors):
+            _require_dtype(t, accepted, name, f"{argument}[{i}]")
+            numel = params[i].numel()
+            numel = block_count(numel) if argument.endswith("scales") else numel
+            good = t.numel() == numel and t.is_contiguous()
+            _require(good, name, f"{argument}[{i}]", f"{numel} contiguous elements", t)
+    for argument, given in {"steps": steps, "groups": groups, "seeds": seeds, "numbers": numbers}.items():
+        _require(len(given) == len(params), name, argument, f"{len(params)} entries", len(given))
+    device = grads[0].device if grads else torch.device("cpu")
+    return torch.empty(len(params) if measure else 0, 3, dtype=torch.float64, device=device)
+
+
+adamw_blocks_ = _LIBRARY.define(
+    "adamw_blocks_(Tensor(a!)[] params, Tensor[] grads, Tensor(b!)[] exp_avgs, Tensor(c!)[] exp_avg_sqs, "
+    "Tensor(d!)[] m_scales, Tensor(e!)[] v_scales, Tensor(f!)[] steps, Tensor(g!)[] lows, Tensor(h!)[] emas, "
+    "Tensor hyper, int[] groups, int[] seeds, int[] numbers, float grad_scale=1.0, float ema_decay=1.0, "
+    "bool reconcile=False, bool measure=False, int threads=0) -> Tensor",
+    cpu=_adamw_blocks,
+    fake=_adamw_blocks_fake,
+)
+adamw_blocks_.__doc__ = """AdamW as `adamw_step_`, with packed moments, a moving average of the weights, and measuring.
+
+    ema <- ema + (1 - ema_decay) (p - ema), after the update
+
+Bit-equal on the CPU (any instruction set and thread count) and on CUDA, and to `reference`. Beside CUDA gradients,
+all else may be page-locked host memory, which the kernel reads and writes over the link.
+
+Args:
+    params: float32, contiguous; read and written.
+    grads: float32, bfloat16 or float16, same sizes, all on one device; read.
+    exp_avgs: First moments: float32, bfloat16 (stochastic rounding) or uint8 (codes of `reference.encode_int8`).
+    exp_avg_sqs: Second moments, same dtype.
+    m_scales: float32 `[ceil(numel / 256)]` for each parameter with uint8 moments; else empty.
+    v_scales: The same for the second moments.
+    steps: One float32 on the CPU for each parameter; increased by one in the same call.
+    lows: Empty, or one bfloat16 / float16 copy of the weights for each parameter; written.
+    emas: Empty, or one float32 tensor for each parameter; read and written.
+    hyper: float64 `[groups, 5]` on the CPU: lr, beta1, beta2, eps, weight_decay.
+    groups: Row of `hyper` for each parameter.
+    seeds: Seed of random rounding for each parameter.
+    numbers: What tells its random bits from other parameters' with the same seed: its index.
+    grad_scale: Multiplies each gradient.
+    ema_decay: Decay of the moving average.
+    reconcile: As for `adamw_step_`.
+    measure: Return sums of squares of gradients, updates and new weights.
+    threads: 0 takes `torch.get_num_threads()`.
+
+Returns:
+    float64 `[len(params), 3]`, or `[0, 3]` if not measured.
+
+Source: https://arxiv.org/abs/1711.05101, https://arxiv.org/abs/2110.02861, https://arxiv.org/abs/1502.02551.
 """
 
 

@@ -19,7 +19,7 @@ _DROPPED = (
     "amsgrad", "maximize", "foreach", "capturable", "differentiable", "fused", "decoupled_weight_decay",
 )  # fmt: skip
 _WHERE = "[OffloadAdamW.load_state_dict]"
-_KNOWN = {"step", "exp_avg", "exp_avg_sq", "master"}
+_KNOWN = {"step", "exp_avg", "exp_avg_sq", "master", "ema"}
 
 
 def checked_groups(state_dict: Any, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -79,7 +79,9 @@ def _check_entry(where: str, param: torch.Tensor, entry: dict[str, Any]) -> None
     missing = {"step", "exp_avg", "exp_avg_sq"} - entry.keys()
     if extra or missing:
         text = f"without {sorted(missing)}" if missing else f"with {sorted(extra)}"
-        raise CheckpointError(f"{where}: expected step, exp_avg, exp_avg_sq (and master), given one {text}")
+        raise CheckpointError(
+            f"{where}: expected step, exp_avg, exp_avg_sq (and master, ema), given one {text}"
+        )
     step = float(entry["step"])
     if not math.isfinite(step) or step < 0 or step != int(step):
         raise CheckpointError(f"{where}.step: expected a whole number >= 0, given {step}")

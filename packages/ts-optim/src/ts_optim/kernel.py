@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import _C
+from .moments import block_count
 from .options import Hyper
 from .reference import adamw_
 from .transfer import Batch, Work
 
-__all__ = ["Clock", "PlainUpdate", "Terms", "call_kernel", "update_double"]
+__all__ = ["Clock", "Measures", "PlainUpdate", "Terms", "call_kernel", "update_double"]
+
+_NOTHING = torch.empty(0, dtype=torch.float64)
 
 
 class Clock:
@@ -37,6 +40,26 @@ class Clock:
             return dict(self._seconds)
 
 
+class Measures:
+    """Sums of squares that kernels found in the last step, added from any thread."""
+
+    def __init__(self) -> None:
+        """Hold none."""
+        self._lock = threading.Lock()
+        self._found: list[tuple[list[int], torch.Tensor]] = []
+
+    def add(self, works: Sequence[Work], sums: torch.Tensor) -> None:
+        """Take float64 `[works, 3]`, of gradients, updates and new weights, on any device."""
+        with self._lock:
+            self._found.append(([work.index for work in works], sums))
+
+    def read(self) -> dict[int, list[float]]:
+        """Return them by the parameter's index, in its order."""
+        with self._lock:
+            found = list(self._found)
+        return dict(sorted((i, row) for at, sums in found for i, row in zip(at, sums.tolist(), strict=True)))
+
+
 @dataclass(frozen=True)
 class Terms:
     """What one call of `step()` fixed for all its updates, whenever they run.
@@ -46,37 +69,85 @@ class Terms:
         scale: Multiplies each gradient: loss scale and clipping.
         threads: Host threads.
         clock: Takes the time in kernels.
+        seeds: Of random rounding, by group.
+        ema: Decay of the moving average.
+        measures: Takes sums of squares; None does not measure.
     """
 
     table: torch.Tensor
     scale: float
     threads: int
     clock: Clock
+    seeds: Sequence[int] = ()
+    ema: float = 0.0
+    measures: Measures | None = None
 
 
-def _arguments(batch: Batch, steps: Sequence[torch.Tensor], terms: Terms, reconcile: bool) -> tuple[Any, ...]:
+def _call(
+    batch: Batch, steps: Sequence[torch.Tensor], terms: Terms, reconcile: bool
+) -> tuple[Callable[..., None], tuple[Any, ...], torch.Tensor | None]:
+    """Choose the kernel of a batch; return it, its arguments and where it leaves sums of squares."""
     slots = [work.slot for work in batch.works]
     groups = [work.group for work in batch.works]
+    first = slots[0]
+    plain = first.exp_avg.dtype is torch.float32 and first.ema is None and not first.in_place
+    if not plain or terms.measures is not None:
+        sums = partials = _NOTHING
+        if terms.measures is not None:
+            device = batch.grads[0].device
+            blocks = sum(block_count(grad.numel()) for grad in batch.grads)
+            partials = torch.empty(3, blocks, dtype=torch.float64, device=device)
+            sums = torch.zeros(len(slots), 3, dtype=torch.float64, device=device)
+        arguments = (
+            batch.params,
+            batch.grads,
+            [slot.exp_avg for slot in slots],
+            [slot.exp_avg_sq for slot in slots],
+            [slot.scales[0] for slot in slots if slot.scales],
+            [slot.scales[1] for slot in slots if slot.scales],
+            steps,
+            batch.lows,
+            [slot.ema for slot in slots if slot.ema is not None],
+            terms.table,
+            groups,
+            [terms.seeds[group] for group in groups],
+            [work.index for work in batch.works],
+            partials,
+            sums,
+            terms.scale,
+            terms.ema,
+            reconcile,
+            terms.threads,
+        )
+        return _C.adamw_blocks_, arguments, None if terms.measures is None else sums
     return (
-        batch.params,
-        batch.grads,
-        [slot.exp_avg for slot in slots],
-        [slot.exp_avg_sq for slot in slots],
-        steps,
-        batch.lows,
-        terms.table,
-        groups,
-        terms.scale,
-        reconcile,
-        terms.threads,
+        _C.adamw_step_,
+        (
+            batch.params,
+            batch.grads,
+            [slot.exp_avg for slot in slots],
+            [slot.exp_avg_sq for slot in slots],
+            steps,
+            batch.lows,
+            terms.table,
+            groups,
+            terms.scale,
+            reconcile,
+            terms.threads,
+        ),
+        None,
     )
 
 
 def call_kernel(batch: Batch, terms: Terms) -> None:
     """Update a batch; state and step counters of its parameters move together."""
     start = time.perf_counter()
-    _C.adamw_step_(*_arguments(batch, [work.slot.state["step"] for work in batch.works], terms, False))
+    steps = [work.slot.state["step"] for work in batch.works]
+    kernel, arguments, sums = _call(batch, steps, terms, False)
+    kernel(*arguments)
     terms.clock.add("kernel_s", time.perf_counter() - start)
+    if terms.measures is not None and sums is not None:
+        terms.measures.add(batch.works, sums)
 
 
 class PlainUpdate:
@@ -98,6 +169,7 @@ class PlainUpdate:
         self._count = float(self._steps[0])
         self._tried = False
         self._batch: Batch | None = None
+        self._made: tuple[Callable[..., None], tuple[Any, ...], torch.Tensor | None] | None = None
         self._copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
     @property
@@ -122,29 +194,37 @@ class PlainUpdate:
     def run(self) -> None:
         """Update the parameters, their state and their version counters."""
         batch = self._prepared() if self._batch is None else self._batch
-        arguments = _arguments(batch, self._steps, self._terms, self.works[0].slot.low)
+        if self._made is None:
+            made = _call(batch, self._steps, self._terms, self.works[0].slot.low)
+            self._made = self._made or made  # a signal handler may have been here meanwhile
+        kernel, arguments, sums = self._made
         counter = self._steps[0]
         start = time.perf_counter()
         # Neither Ctrl-C nor a signal handler that waits for this very update comes between these lines: the
         # interpreter looks for signals after calls and at jumps back. The kernel advances the counter.
         self._tried = True
         if counter == self._count:
-            _C.adamw_step_(*arguments)
+            kernel(*arguments)
         self._terms.clock.add("kernel_s", time.perf_counter() - start)
         for weights, flat in self._copies:
             weights.copy_(flat.view(weights.shape))
         written = [work.slot.weights for work in self.works if work.slot.dense]
-        written += [t for work in self.works for t in (work.slot.exp_avg, work.slot.exp_avg_sq)]
+        for work in self.works:
+            slot = work.slot
+            written += [slot.exp_avg, slot.exp_avg_sq, *slot.scales]
+            written += [] if slot.ema is None else [slot.ema]
         torch.autograd.graph.increment_version(written)
+        if sums is not None and self._terms.measures is not None:
+            self._terms.measures.add(self.works, sums)
 
 
-def update_double(works: Sequence[Work], hyper: Sequence[Hyper], scale: float) -> None:
+def update_double(works: Sequence[Work], hyper: Sequence[Hyper], terms: Terms) -> None:
     """Update float64 parameters, in plain PyTorch.
 
     Args:
         works: The parameters.
         hyper: lr, beta1, beta2, eps, weight_decay by group.
-        scale: Multiplies each gradient.
+        terms: What `step()` fixed.
     """
     for work in works:
         slot = work.slot
@@ -153,6 +233,7 @@ def update_double(works: Sequence[Work], hyper: Sequence[Hyper], scale: float) -
         grad = work.grad.view(-1)
         flat = slot.weights if slot.dense else param.reshape(-1).clone()
         step = slot.state["step"]
+        before = flat.clone() if terms.measures is not None else flat
         adamw_(
             flat,
             grad,
@@ -163,8 +244,13 @@ def update_double(works: Sequence[Work], hyper: Sequence[Hyper], scale: float) -
             betas=(beta1, beta2),
             eps=eps,
             weight_decay=weight_decay,
-            grad_scale=scale,
+            grad_scale=terms.scale,
         )
+        if slot.ema is not None:
+            slot.ema.lerp_(flat, 1.0 - terms.ema)
+        if terms.measures is not None:
+            rows = [float(t.double().square().sum()) for t in (grad, flat - before, flat)]
+            terms.measures.add([work], torch.tensor([rows], dtype=torch.float64))
         step += 1
         if not slot.dense:
             param.copy_(flat.view(param.shape))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -19,9 +19,11 @@ from ._ops import grad_sumsq
 from .checkpoint import checked_groups, checked_states
 from .deferred import PendingUpdates, Update, await_others, by_rank, is_deferrable
 from .hooks import BackwardCounter
-from .kernel import Clock, PlainUpdate, Terms, call_kernel, update_double
+from .kernel import Clock, Measures, PlainUpdate, Terms, call_kernel, update_double
+from .moments import MOMENT_DTYPES
 from .options import Hyper, OffloadOptions, check_group, hyper_of
 from .placement import MemoryProvider, PlacePolicy, place_by_size
+from .reports import Reports, decoded
 from .slots import Slot, State, StateMaker, check_param, flat_gradient, key_of, only_in
 from .transfer import Batch, Work, staged_step
 
@@ -29,9 +31,10 @@ __all__ = ["OffloadAdamW"]
 
 _TIMES = ("kernel_s", "norm_s", "wait_s")
 _COUNTS = ("steps", "skipped_steps", "d2h_bytes", "h2d_bytes")
+_SEED = "rounding_seed"
 
 
-class OffloadAdamW(torch.optim.Optimizer):
+class OffloadAdamW(Reports):
     """AdamW whose moments and fp32 weights live in host memory, updated by native host kernels.
 
         g <- grad * min(1, max_grad_norm / (norm + 1e-6))
@@ -42,15 +45,29 @@ class OffloadAdamW(torch.optim.Optimizer):
     state dicts (both ways) work as with it, and fp32 results are within 3e-7 after 20 steps. t counts the
     steps of each parameter on its own; a parameter without a gradient is skipped, a frozen one owns no state.
 
-    Parameters and their state, in bytes of host memory a parameter (2 more for a 16-bit weight itself):
+    Parameters and their state, in bytes of host memory a parameter (2 more for a 16-bit weight itself). The
+    moments are 8 of them in float32, 4 in bfloat16, 2.03 in int8:
 
-    - CPU, float32: updated in place; 8.
-    - CPU, bfloat16 / float16: an fp32 master is updated and rounded into the parameter in the same pass; 12.
-      The parameter stays the truth: an element edited since the last step replaces its master.
+    - CPU, float32: updated in place; moments only: 8, 4, 2.03.
+    - CPU, bfloat16 / float16: an fp32 master is updated and rounded into the parameter in the same pass; 12,
+      8, 6.03. The parameter stays the truth: an element edited since the last step replaces its master.
     - CUDA, `place(param) == "host"`: the gradient is copied to the host, updated weights are copied back;
-      12, and a buffer for the gradient. Edits through `param.data` are not seen here; edit the parameter.
-    - CUDA, `place(param) == "device"`: state beside the parameter, CUDA kernel. Same bits either way.
-    - float64: plain PyTorch, where the parameter is.
+      12, 8, 6.03, and a buffer for the gradient. Edits through `param.data` are not seen here; edit the
+      parameter. With `mode="gpu"` a CUDA kernel reads and writes page-locked host state in place instead, and
+      `step()` returns when it is complete there.
+    - CUDA, `place(param) == "device"`: state beside the parameter, CUDA kernel. Same bits in all these
+    places.
+    - float64: plain PyTorch, float64 moments, where the parameter is.
+
+    **bfloat16 moments** are rounded stochastically: the 16 bits cut off are the chance to go up, so that
+    small changes (0.1 % of v a step) are neither lost nor biased. **int8 moments** are one byte each, in
+    blocks of 256 elements: s = sqrt(v) as an unsigned small float (32 values an octave down to 2^-4, 16 down
+    to 2^-12) times the block's largest s, rounded stochastically but never to 0; r = m / s as a signed one
+    (32 an octave down to 2^-3, 8 down to 2^-7) times the largest |r|, rounded to nearest (stochastically for
+    beta1 >= 0.9375, where nearest would keep it from decaying); v = s^2 and m = r s. m is 0 where v is, so no
+    update can blow up when gradients stop. float32 AdamW's weights are missed by 1 % of their movement after
+    30 steps. Random bits come from a counter (Philox: seed, step, parameter, element): results do not depend
+    on threads, place or resuming.
 
     `step()` commits all updates: checks, norm, clipping factor, lr and decay are those of its call. Weights
     and state are complete when it returns (for "device" in the order of the current stream), but for guarded
@@ -74,20 +91,32 @@ class OffloadAdamW(torch.optim.Optimizer):
         betas: Decay rates of the moments, in [0, 1).
         eps: Added to the denominator.
         weight_decay: Decoupled decay.
-        mode: "cpu"; "auto" picks it in this release. "gpu" is not available yet.
+        mode: Where state in host memory is updated, for CUDA parameters: "cpu", by host threads; "gpu", by a
+            CUDA kernel over the link, where that memory is page-locked (else as "cpu"; not with int8
+            moments). CPU parameters are always updated by host threads. "auto" is "cpu". The bits are the
+            same.
         max_grad_norm: Clip by the global 2-norm of all gradients inside `step()`, computed in float64 in a
             fixed order. None: no clipping.
         accumulation_steps: Backward passes accepted between steps: the next one raises `StateError`.
             `zero_grad()` of this optimizer starts the count again. None: any number.
         eager: None or False. True is not available yet.
         pin_moments: Page-lock host state. None: that of CUDA parameters.
-        moment_dtype: "float32", "fp32", torch.float32 or "auto". The others are not available yet.
+        moment_dtype: "float32", "fp32", torch.float32 or "auto"; "bfloat16", "bf16" or torch.bfloat16;
+            "int8", "8bit" or torch.int8.
         threads: Host threads; None takes `torch.get_num_threads()`. Results do not depend on it.
         distributed: False. True is not available yet.
         place: Where the state of a CUDA parameter lives; see `place_by_size`.
         measure_grad_norm: Measure `last_grad_norm` without clipping.
         skip_nonfinite: Skip a step whose gradients hold NaN or infinity: nothing is written. False behaves as
             torch does; `stats()["nonfinite"]` says which parameter it was, if the norm is measured.
+        ema: Decay d of a moving average of the fp32 weights, e <- d e + (1 - d) p after each step, that
+            starts with the weights before the first one. It is updated in the same pass and lives where the
+            state does (4 more bytes), in `state[param]["ema"]`; see `ema_weights`. A parameter's average
+            moves in the steps in which it has a gradient. None: no average.
+        measure_updates: Measure gradient, update and weight of every tensor in the same pass; see
+        `tensor_stats`.
+        seed: Of stochastic rounding; None takes `torch.initial_seed()`. It is saved in the state dict's
+            groups as "rounding_seed".
 
     Raises:
         OptionError: A value outside the accepted ones, or not available in this release.
@@ -101,7 +130,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         Parameter containing:
         tensor([0.9000, 0.9000], requires_grad=True)
 
-    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101.
+    Source: Loshchilov and Hutter, https://arxiv.org/abs/1711.05101; block-wise 8-bit states: Dettmers et al.,
+    https://arxiv.org/abs/2110.02861; stochastic rounding: Gupta et al., https://arxiv.org/abs/1502.02551.
     """
 
     # GradScaler then hands us grad_scale and found_inf instead of unscaling in place: fp16 weights work too.
@@ -128,6 +158,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         place: PlacePolicy = place_by_size,
         measure_grad_norm: bool = False,
         skip_nonfinite: bool = False,
+        ema: float | None = None,
+        measure_updates: bool = False,
+        seed: int | None = None,
     ) -> None:
         """See the class."""
         self._options = OffloadOptions(
@@ -142,21 +175,35 @@ class OffloadAdamW(torch.optim.Optimizer):
             place=place,
             measure_grad_norm=measure_grad_norm,
             skip_nonfinite=skip_nonfinite,
+            ema=ema,
+            measure_updates=measure_updates,
+            seed=seed,
         )
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
         self._start()
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         hyper_of(defaults)
+        if self._options.moments != "float32":
+            defaults[_SEED] = torch.initial_seed() % 2**63 if seed is None else seed
         super().__init__(params, defaults)
+        self._decode_exports()
 
     def _start(self) -> None:
         """Set up everything that is neither options nor state."""
-        self._maker = StateMaker(self._options.place, self._options.pin_moments)
+        self._maker = StateMaker(
+            self._options.place,
+            self._options.pin_moments,
+            MOMENT_DTYPES[self._options.moments],
+            ema=self._options.ema is not None,
+            in_place=self._options.mode == "gpu",
+        )
         self._slots: dict[torch.Tensor, Slot] = {}
         self._names: dict[torch.Tensor, str] = {}
         self._attached = False
         self._norm: float | None = None
         self._nonfinite: tuple[int, str] | None = None
+        self._first_nonfinite: tuple[int, str] | None = None
+        self._measures = Measures() if self._options.measure_updates else None
         self._pending = PendingUpdates()
         self._clock = Clock(*_TIMES)
         self._moved = dict.fromkeys(_COUNTS, 0)
@@ -196,7 +243,7 @@ class OffloadAdamW(torch.optim.Optimizer):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._pending.drain()
+        self._note_measured()
         await_others([param for group in self.param_groups for param in group["params"]])
         # Nothing is pending now, and reads of ours are no escapes.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), span("ts/optim/step"):
@@ -298,52 +345,6 @@ class OffloadAdamW(torch.optim.Optimizer):
         for device in {s.param.device for s in self._slots.values() if s.param.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
 
-    @property
-    def last_grad_norm(self) -> float | None:
-        """Global 2-norm of the last step's gradients before clipping, after unscaling by a GradScaler.
-
-        None if it was not measured; that takes `max_grad_norm`, `measure_grad_norm` or `skip_nonfinite`.
-        """
-        return self._norm
-
-    def stats(self) -> dict[str, Any]:
-        """Count what the optimizer holds and did.
-
-        Returns:
-            host_state_bytes, device_state_bytes, disk_state_bytes (moments, masters and host copies of
-            weights; disk: in memory from `set_memory` that is not page-locked), pinned_bytes (page-locked
-            ones of them and of the buffers), staging_bytes, d2h_bytes and h2d_bytes (copied so far), steps,
-            skipped_steps, kernel_s and norm_s (time in host kernels; launches on a device), wait_s (time that
-            users of parameters and state waited for pending updates, those they ran themselves included),
-            nonfinite (index and name of the first parameter with a non-finite gradient in the last step, or
-            None).
-        """
-        host = device = disk = 0
-        held: list[torch.Tensor] = []
-        for entry in self.state.values():
-            held += [t for name, t in entry.items() if name != "step"]
-        held += [s.master for s in self._slots.values() if s.staged and not s.low and s.master is not None]
-        for t in held:
-            nbytes = t.numel() * t.element_size()
-            if t.is_cuda:
-                device += nbytes
-            elif self._maker.home(t) is not None and not t.is_pinned():
-                disk += nbytes
-            else:
-                host += nbytes
-        staging = [s.staging for s in self._slots.values() if s.staging is not None]
-        pinned = [t for t in (*held, *staging) if not t.is_cuda and t.is_pinned()]
-        return {
-            "host_state_bytes": host,
-            "device_state_bytes": device,
-            "disk_state_bytes": disk,
-            "pinned_bytes": sum(t.numel() * t.element_size() for t in pinned),
-            "staging_bytes": sum(t.numel() * t.element_size() for t in staging),
-            "nonfinite": self._nonfinite,
-            **self._moved,
-            **self._clock.read(),
-        }
-
     # -- where state lives -------------------------------------------------------------------------------
 
     def set_memory(self, provider: MemoryProvider | None) -> None:
@@ -391,7 +392,9 @@ class OffloadAdamW(torch.optim.Optimizer):
         """Take over a state dict of this class or of `torch.optim.AdamW`.
 
         Every tensor is copied to where this optimizer keeps it; none moves to a device because its parameter
-        is there. A 16-bit parameter without "master" gets one from its present value.
+        is there. A 16-bit parameter without "master" gets one from its present value, and one without "ema"
+        starts its average there. Moments are converted to this optimizer's `moment_dtype`, to nearest; those
+        that it saved itself come back to the bit, so a resumed run goes on as if it had not stopped.
 
         Args:
             state_dict: The state dict; not changed and not kept.
@@ -415,11 +418,21 @@ class OffloadAdamW(torch.optim.Optimizer):
         for old in self._state.values():
             self._maker.discard(old.values())
         self._maker.discard(slot.master for slot in self._slots.values() if slot.staged)
+        self._keep_seed()
         self._state.clear()
         self._state.update(states)
         self._slots.clear()
         for after in self._optimizer_load_state_dict_post_hooks.values():
             after(self)
+
+    def _keep_seed(self) -> None:
+        for group in self.param_groups:
+            if _SEED in self.defaults:
+                group.setdefault(_SEED, self.defaults[_SEED])
+
+    def _decode_exports(self) -> None:
+        if self._options.moments == "int8":
+            self.register_state_dict_post_hook(decoded, prepend=True)
 
     def __getstate__(self) -> dict[str, Any]:
         """What pickle and deepcopy take along: options, groups, state and names; no hooks, no buffers."""
@@ -434,6 +447,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._start()
         self._names = names
         self._attached = bool(names)
+        self._keep_seed()
+        self._decode_exports()
         self._watch()
 
     # -- one step ----------------------------------------------------------------------------------------
@@ -443,29 +458,6 @@ class OffloadAdamW(torch.optim.Optimizer):
             for group in self.param_groups:
                 for param in group["params"]:
                     self._counter.watch(param)
-
-    def _positions(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield index, group index and parameter, each parameter once."""
-        seen: set[torch.Tensor] = set()
-        index = 0
-        for number, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param not in seen:
-                    seen.add(param)
-                    yield index, number, param
-                index += 1
-
-    def _name(self, param: torch.Tensor) -> str:
-        if param in self._names:
-            return f"parameter {self._names[param]!r}"
-        index = 0
-        for group in self.param_groups:
-            for i, other in enumerate(group["params"]):
-                if other is param:
-                    names = group.get("param_names")
-                    return f"parameter {names[i]!r}" if names else f"parameter {index}"
-                index += 1
-        return "a parameter"
 
     def _make_states(
         self, pairs: list[tuple[torch.Tensor, State]], *, copy: bool
@@ -545,7 +537,8 @@ class OffloadAdamW(torch.optim.Optimizer):
         self._clock.add("norm_s", time.perf_counter() - start)
         for work, value in zip(works, sums, strict=True):
             if not math.isfinite(value):
-                self._nonfinite = (work.index, self._name(work.slot.param))
+                done = self._moved["steps"] + self._moved["skipped_steps"]
+                self._report_nonfinite(work.index, work.slot.param, done + 1)
                 if self._options.skip_nonfinite:
                     return None
                 break
@@ -561,7 +554,17 @@ class OffloadAdamW(torch.optim.Optimizer):
         table = torch.tensor(hyper, dtype=torch.float64)
         # Asked here: another thread may have another number.
         threads = self._options.threads or torch.get_num_threads()
-        terms = Terms(table, scale, threads, self._clock)
+        if self._measures is not None:
+            self._measures = Measures()
+        terms = Terms(
+            table,
+            scale,
+            threads,
+            self._clock,
+            [group.get(_SEED, 0) for group in self.param_groups],
+            self._options.ema or 0.0,
+            self._measures,
+        )
         buckets: dict[tuple[str, bool, torch.device], list[Work]] = {}
         later: list[Work] = []
         for work in works:
@@ -573,13 +576,15 @@ class OffloadAdamW(torch.optim.Optimizer):
         def run(batch: Batch) -> None:
             call_kernel(batch, terms)
 
-        for (kind, _, _), members in buckets.items():
+        for (kind, _, device), members in buckets.items():
             if kind == "double":
-                update_double(members, hyper, scale)
+                update_double(members, hyper, terms)
             elif kind == "staged":
                 down, up = staged_step(members, self._maker, run)
                 self._moved["d2h_bytes"] += down
                 self._moved["h2d_bytes"] += up
             else:
                 PlainUpdate(members, terms).run()
+                if kind == "in_place" and device.type == "cuda":
+                    torch.cuda.current_stream(device).synchronize()  # the host reads what the kernel wrote
         return by_rank(later, terms, self._name)

@@ -15,9 +15,11 @@ from .placement import PlacePolicy, place_by_size
 
 __all__ = ["Hyper", "OffloadOptions", "check_group", "hyper_of"]
 
-_MOMENTS = (
-    "auto", "float32", "fp32", torch.float32, "bfloat16", "bf16", torch.bfloat16, "int8", "8bit",
-)  # fmt: skip
+_MOMENTS = {
+    "auto": "float32", "float32": "float32", "fp32": "float32", torch.float32: "float32",
+    "bfloat16": "bfloat16", "bf16": "bfloat16", torch.bfloat16: "bfloat16",
+    "int8": "int8", "8bit": "int8", torch.int8: "int8",
+}  # fmt: skip
 
 #: lr, beta1, beta2, eps, weight_decay
 Hyper = tuple[float, float, float, float, float]
@@ -50,11 +52,14 @@ class OffloadOptions:
     place: PlacePolicy = place_by_size
     measure_grad_norm: bool = False
     skip_nonfinite: bool = False
+    ema: float | None = None
+    measure_updates: bool = False
+    seed: int | None = None
 
     def __post_init__(self) -> None:
         """Check every field."""
-        _staged("mode", self.mode, ("cpu", "gpu", "auto"), ("cpu", "auto"))
-        _staged("moment_dtype", self.moment_dtype, _MOMENTS, _MOMENTS[:4])
+        choice("mode", self.mode, ("cpu", "gpu", "auto"))
+        choice("moment_dtype", self.moment_dtype, tuple(_MOMENTS))
         _staged("eager", self.eager, (None, False, True), (None, False))
         _staged("distributed", self.distributed, (False, True), (False,))
         if self.max_grad_norm is not None:
@@ -66,6 +71,12 @@ class OffloadOptions:
         choice("pin_moments", self.pin_moments, (None, False, True))
         boolean("measure_grad_norm", self.measure_grad_norm)
         boolean("skip_nonfinite", self.skip_nonfinite)
+        boolean("measure_updates", self.measure_updates)
+        if self.ema is not None:
+            number("ema", self.ema, minimum=0.0, below=1.0)
+        if self.seed is not None:
+            integer("seed", self.seed, minimum=0, maximum=2**63 - 1)
+        self._check_gpu_mode()
         if not callable(self.place):
             raise OptionError(
                 f"option place: expected a function of a parameter that returns 'host' or 'device', "
@@ -73,6 +84,26 @@ class OffloadOptions:
             )
         if self.pin_moments and not torch.cuda.is_available():
             raise OptionError("option pin_moments=True needs a CUDA device; None pins where there is one")
+
+    def _check_gpu_mode(self) -> None:
+        if self.mode != "gpu":
+            return
+        if self.moments == "int8":
+            raise OptionError(
+                f"option moment_dtype={self.moment_dtype!r}: mode='gpu' updates float32 and bfloat16 moments "
+                "in host memory. Take mode='cpu' for int8"
+            )
+        if not torch.cuda.is_available():
+            raise OptionError("option mode='gpu' needs a CUDA device; mode='cpu' updates on host threads")
+        if self.pin_moments is False:
+            raise OptionError(
+                "option pin_moments=False: mode='gpu' reads and writes page-locked memory; leave it None"
+            )
+
+    @property
+    def moments(self) -> str:
+        """The format of moments: "float32", "bfloat16" or "int8"."""
+        return _MOMENTS[self.moment_dtype]
 
     @property
     def needs_norm(self) -> bool:

@@ -84,9 +84,10 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
     """Return the 16 random bits of each element of a tensor in one step.
 
-    Philox4x32-10 with the key `seed`. Its counter holds element / 256 * 32 + lane in the low, and the step and
-    the number of the tensor in the high half; the lane is 16 for the second half of a block plus element % 16.
-    Of its 8 values of 16 bits, element / 16 % 8 picks one.
+    Philox4x32-10 with the key `seed`. Its counter holds element / 256 * 32 + lane in the low, and the number
+    of the tensor in the high half; the lane is 16 for the second half of a block plus element % 16. To each of
+    the 4 words step * 0x9E379E37 is added: both halves go round by the golden ratio. Of the 8 values of 16 bits,
+    element / 16 % 8 picks one. In every step they are uniform, and over the steps they are spread evenly.
 
     Args:
         seed: 64 bits.
@@ -102,7 +103,7 @@ def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
     i = torch.arange(numel)
     counter = i // BLOCK * 32 + i % BLOCK // 128 * 16 + i % 16
     mask = 0xFFFFFFFF
-    c = [counter & mask, counter >> 32, torch.full_like(i, step), torch.full_like(i, number)]
+    c = [counter & mask, counter >> 32, torch.full_like(i, number & mask), torch.full_like(i, number >> 32)]
     k0, k1 = seed & mask, seed >> 32 & mask
 
     def multiply(x: torch.Tensor, m: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -115,6 +116,7 @@ def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
         high1, low1 = multiply(c[2], 0xCD9E8D57)
         c = [high1 ^ c[1] ^ k0, low1, high0 ^ c[3] ^ k1, low0]
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
+    c = [(word + step * 0x9E379E37) & mask for word in c]
     words = torch.stack([w for word in c for w in (word & 0xFFFF, word >> 16)])
     return words.gather(0, (i // 16 % 8)[None])[0]
 
@@ -160,17 +162,17 @@ def encode_int8(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """Pack moments into one byte each.
 
-        s = max(root, 2^-62) where root > 0;  v_scale = max(s);  v_code = round(s / v_scale), never 0 for s > 0
+        s = max(root, 2^-62) if root > 0;  v_scale = max(s);  v_code = round(s / v_scale), never 0 for s > 0
         r = m / s;  m_scale = max(|r|) to 20 bits;  m_code = sign(r), round(|r| / m_scale)
 
-    in blocks of 256 elements. A code of s has 32 values an octave down to 2^-4 and 16 down to 2^-12, one of |r| has
-    32 down to 2^-3 and 8 down to 2^-7; both hold 0 and 1. A block with NaN or infinity becomes NaN.
+    in blocks of 256 elements. A code of s has 32 values an octave down to 2^-4 and 16 down to 2^-12, one of
+    |r| has 32 down to 2^-3 and 8 down to 2^-7; both hold 0 and 1. A block with NaN or infinity becomes NaN.
 
     Args:
         exp_avg: m, float32, flat.
         root: sqrt(v), float32, flat.
-        random: 16 bits for each element, which round s (and r, if not `nearest`); None, as on loading, rounds both
-            to nearest.
+        random: 16 bits for each element, which round s (and r, if not `nearest`); None, as on loading, rounds
+            both to nearest.
         nearest: Round r to nearest.
 
     Returns:
@@ -181,7 +183,9 @@ def encode_int8(
     n = root.numel()
     smallest = 1.25 * 2.0**-63 if random is None else 2.0**-62
     random = torch.full((n,), _NEAREST) if random is None else random
-    m, s, bits = (torch.nn.functional.pad(t, (0, -n % BLOCK)).view(-1, BLOCK) for t in (exp_avg, root, random))
+    m, s, bits = (
+        torch.nn.functional.pad(t, (0, -n % BLOCK)).view(-1, BLOCK) for t in (exp_avg, root, random)
+    )
     s = torch.where(s == 0, 0.0, s.clamp(min=smallest))
     r = torch.where(s == 0, 0.0, m / s)
     v_scale = torch.where(s.isfinite().all(1), s.amax(1), math.nan)
@@ -189,7 +193,9 @@ def encode_int8(
     v_code = _encode((s * up[:, None]).clamp(max=1.0), _ROOT, 1) + bits >> 16
     v_code = torch.where((s > 0) & (v_scale > 0)[:, None], v_code, 0)
     most = r.abs().amax(1)
-    m_scale = ((most.view(torch.int32) + 8) & ~15).view(torch.float32)  # 20 bits, so that it can be found again
+    m_scale = ((most.view(torch.int32) + 8) & ~15).view(
+        torch.float32
+    )  # 20 bits, so that it can be found again
     m_scale = torch.where(most < 2.0**-40, 0.0, m_scale)
     m_scale = torch.where(m_scale.isfinite() & ~v_scale.isnan(), m_scale, math.nan)
     inverse = 1.0 / m_scale * (1.0 + 2.0**-18)
@@ -202,7 +208,7 @@ def encode_int8(
 def decode_int8(
     m_code: torch.Tensor, v_code: torch.Tensor, m_scale: torch.Tensor, v_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unpack moments: s = v_scale code, v = s^2, m = (m_scale code) s. Packing them again gives the same bytes.
+    """Unpack moments: s = v_scale code, v = s^2, m = (m_scale code) s. Packed again they give the same bytes.
 
     Args:
         m_code: uint8, flat.

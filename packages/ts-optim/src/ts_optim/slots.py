@@ -13,14 +13,19 @@ from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, StateError
 from ts_core.registry import host_allocator
 
+from .moments import block_count, flat, is_dense, pack, unpack
 from .placement import MemoryProvider, Place, PlacePolicy, StateMemory
 
 __all__ = ["KEPT", "Slot", "State", "StateMaker", "check_param", "flat_gradient", "fresh_step", "is_dense"]
 
 State = dict[str, Any]
 
-#: What an entry of `optimizer.state` holds; "master" for 16-bit parameters only.
-KEPT = ("step", "exp_avg", "exp_avg_sq", "master")
+#: What an entry of `optimizer.state` may hold: scales beside int8 moments, "master" for 16-bit parameters
+# only.
+KEPT = ("step", "exp_avg", "exp_avg_sq", "exp_avg_scale", "exp_avg_sq_scale", "master", "ema")
+
+_MOMENT_NAMES = ("exp_avg", "exp_avg_sq")
+_SCALE_NAMES = ("exp_avg_scale", "exp_avg_sq_scale")
 
 _LOW = (torch.bfloat16, torch.float16)
 _SUPPORTED = (torch.float32, torch.float64, *_LOW)
@@ -29,26 +34,6 @@ _SUPPORTED = (torch.float32, torch.float64, *_LOW)
 def is_remote(param: torch.Tensor) -> bool:
     """Tell whether a parameter lives elsewhere than in host memory."""
     return param.device.type != "cpu"
-
-
-def is_dense(t: torch.Tensor) -> bool:
-    """Tell whether the elements of `t` fill one stretch of memory, in whatever order of dimensions."""
-    if t.is_contiguous():
-        return True
-    expected = 1
-    for stride, size in sorted(zip(t.stride(), t.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-def _flat(t: torch.Tensor) -> torch.Tensor:
-    """View a dense tensor as one dimension, in the order of its memory."""
-    t = t.detach()
-    return t.view(-1) if t.is_contiguous() else t.as_strided((t.numel(),), (1,), t.storage_offset())
 
 
 def check_param(param: torch.Tensor, grad: torch.Tensor, name: str) -> None:
@@ -100,6 +85,9 @@ class Slot:
         master: state["master"] as one dimension, or for a staged fp32 parameter a copy on the host. None
             where the parameter itself is what the kernel updates.
         exp_avg, exp_avg_sq: Flat views of the moments.
+        scales: Scales of int8 moments, of the first and the second; else empty.
+        ema: Flat view of the moving average of the weights, or None.
+        in_place: The parameter is on a device, and kernels there reach its state in host memory.
         state: The entry of `optimizer.state` that the views belong to.
         staging: Host buffer of the gradient (flat), for staged ones; made at the first step.
         version: Version counter of the parameter after our last write, for staged ones.
@@ -116,6 +104,9 @@ class Slot:
     master: torch.Tensor | None
     exp_avg: torch.Tensor
     exp_avg_sq: torch.Tensor
+    scales: tuple[torch.Tensor, ...] = ()
+    ema: torch.Tensor | None = None
+    in_place: bool = False
     staging: torch.Tensor | None = None
     version: int = -1
 
@@ -128,6 +119,7 @@ class Slot:
     def bucket(self) -> tuple[str, bool, torch.device]:
         """What can share one kernel call with it."""
         kind = "double" if self.param.dtype is torch.float64 else "staged" if self.staged else "plain"
+        kind = "in_place" if self.in_place else kind
         return kind, self.low, self.param.device
 
     def current(self, key: tuple[Any, ...], state: State) -> bool:
@@ -137,6 +129,23 @@ class Slot:
 
 def _identity(state: State) -> tuple[Any, ...]:
     return tuple(id(state.get(name)) for name in KEPT)
+
+
+def is_reachable(t: torch.Tensor) -> bool:
+    """Tell whether kernels on a device can read and write a host tensor."""
+    return t.numel() == 0 or t.is_pinned()
+
+
+def _tensors(state: State) -> list[torch.Tensor]:
+    return [state[name] for name in KEPT[1:] if name in state]
+
+
+def _scales_of(state: State) -> tuple[torch.Tensor, ...]:
+    return tuple(state[name].detach() for name in _SCALE_NAMES if name in state)
+
+
+def _same_layout(t: torch.Tensor, param: torch.Tensor) -> bool:
+    return t.stride() == param.stride() if is_dense(param) else t.is_contiguous()
 
 
 def only_in(state: State, other: State) -> list[torch.Tensor]:
@@ -158,13 +167,27 @@ def fresh_step(value: float) -> torch.Tensor:
 class StateMaker:
     """Makes and repairs state entries and slots; writes nothing to the optimizer."""
 
-    def __init__(self, place: PlacePolicy, pin: bool | None) -> None:
+    def __init__(
+        self,
+        place: PlacePolicy,
+        pin: bool | None,
+        moments: torch.dtype = torch.float32,
+        *,
+        ema: bool = False,
+        in_place: bool = False,
+    ) -> None:
         """Remember the policy.
 
         Args:
             place: Where the state of a CUDA parameter lives.
             pin: Page-lock host state: None does so for CUDA parameters.
+            moments: float32, bfloat16, or uint8 for packed ones.
+            ema: Keep a moving average of the weights.
+            in_place: Device kernels work on page-locked host state.
         """
+        self._moments = moments
+        self._ema = ema
+        self._in_place = in_place
         self._place = place
         self._pin = pin
         #: Gives memory for the state of some parameters; None for all is the default.
@@ -216,36 +239,48 @@ class StateMaker:
             if drop is not None:
                 drop(t)
 
-    def _empty(self, param: torch.Tensor, dtype: torch.dtype, place: Place) -> torch.Tensor:
-        """Make memory with the parameter's strides where it is dense, contiguous where not."""
+    def _empty(
+        self, param: torch.Tensor, dtype: torch.dtype, place: Place, *, scales: bool = False
+    ) -> torch.Tensor:
+        """Make memory with the parameter's strides where it is dense, contiguous where not; or for scales."""
         on_host = place == "host"
         device = torch.device("cpu") if on_host else param.device
         pin = on_host and (self._pin or (self._pin is None and is_remote(param)))
-        shape = param.shape
-        memory = self.memory_of(param, place) if param.numel() else None
-        if memory is None and (not pin or not param.numel()):
-            if not is_dense(param):
+        numel = block_count(param.numel()) if scales else param.numel()
+        shape = torch.Size((numel,)) if scales else param.shape
+        dense = not scales and is_dense(param)
+        memory = self.memory_of(param, place) if numel else None
+        if memory is None and (not pin or not numel):
+            if not dense:
                 return torch.empty(shape, dtype=dtype, device=device)
             return torch.empty_strided(shape, param.stride(), dtype=dtype, device=device)
-        flat = (memory or host_allocator()).empty(param.numel() * dtype.itemsize).view(dtype)
-        made = flat.as_strided(shape, param.stride()) if is_dense(param) else flat.view(shape)
+        line = (memory or host_allocator()).empty(numel * dtype.itemsize).view(dtype)
+        made = line.as_strided(shape, param.stride()) if dense else line.view(shape)
         if memory is not None:
             self._homes[made] = memory
         return made
 
     def _fit(
-        self, t: Any, param: torch.Tensor, dtype: torch.dtype, place: Place, copy: bool, rehouse: bool = False
+        self,
+        t: Any,
+        param: torch.Tensor,
+        dtype: torch.dtype,
+        place: Place,
+        copy: bool,
+        rehouse: bool = False,
+        *,
+        scales: bool = False,
     ) -> torch.Tensor:
         """Give a state tensor the dtype, device and layout it must have; itself when it has them."""
         device = torch.device("cpu") if place == "host" else param.device
         good = t.dtype is dtype and t.device == device
-        good = good and (t.stride() == param.stride() if is_dense(param) else t.is_contiguous())
+        good = good and (t.is_contiguous() if scales else _same_layout(t, param))
         if rehouse and t.numel():
             good = good and self.home(t) is self.memory_of(param, place)
         if good and not copy:
             plain = type(t) is torch.Tensor and not t.requires_grad
             return t if plain else t.detach()  # type: ignore[no-any-return]
-        out = self._empty(param, dtype, place)
+        out = self._empty(param, dtype, place, scales=scales)
         try:
             return out.copy_(t.detach())
         except BaseException:
@@ -261,8 +296,8 @@ class StateMaker:
         place = self.place_of(param)
         for name in KEPT[1:]:
             if name in state:
-                old = state[name]
-                state[name] = self._fit(old, param, old.dtype, place, copy=False, rehouse=True)
+                old, scales = state[name], name in _SCALE_NAMES
+                state[name] = self._fit(old, param, old.dtype, place, False, rehouse=True, scales=scales)
                 if state[name] is not old:
                     self.discard([old])
         return state
@@ -295,8 +330,12 @@ class StateMaker:
         dtype = torch.float64 if param.dtype is torch.float64 else torch.float32
         if not old:
             new["step"] = fresh_step(0.0)
-            for name in ("exp_avg", "exp_avg_sq"):
-                new[name] = self._empty(param, dtype, place).zero_()
+            moments = dtype if dtype is torch.float64 else self._moments
+            for name in _MOMENT_NAMES:
+                new[name] = self._empty(param, moments, place).zero_()
+            if moments is torch.uint8:
+                for name in _SCALE_NAMES:
+                    new[name] = self._empty(param, torch.float32, place, scales=True).zero_()
         else:
             missing = {"step", "exp_avg", "exp_avg_sq"} - old.keys()
             if missing:
@@ -305,17 +344,49 @@ class StateMaker:
             good = isinstance(step, torch.Tensor) and step.dtype is torch.float32 and step.dim() == 0
             keep = good and step.device.type == "cpu" and not copy
             new["step"] = step if keep else fresh_step(float(step))
-            for name in ("exp_avg", "exp_avg_sq"):
+            for name in _MOMENT_NAMES:
                 if old[name].shape != param.shape:
                     raise StateError(
                         f"[OffloadAdamW] state {name}: expected shape {tuple(param.shape)} as its parameter, "
                         f"given {tuple(old[name].shape)}"
                     )
-                new[name] = self._fit(old[name], param, dtype, place, copy)
+            self._fill_moments(new, param, old, copy)
         if param.dtype in _LOW:
             source = old.get("master")
             keep = source is not None and source.shape == param.shape
             new["master"] = self._fit(source if keep else param, param, dtype, place, copy)
+        if self._ema:
+            source = old.get("ema")
+            keep = source is not None and source.shape == param.shape
+            weights = new.get("master", param)
+            # A copy in any case: it goes its own way from here.
+            new["ema"] = self._fit(source if keep else weights, param, dtype, place, copy or not keep)
+
+    def _fill_moments(self, new: State, param: torch.Tensor, old: State, copy: bool) -> None:
+        """Take over moments of any format."""
+        place = self.place_of(param)
+        target = torch.float64 if param.dtype is torch.float64 else self._moments
+        packed = all(name in old for name in _SCALE_NAMES)
+        if packed and (target is not torch.uint8 or not _same_layout(old["exp_avg"], param)):
+            codes = (old["exp_avg"].detach(), old["exp_avg_sq"].detach())
+            old = {**old, **dict(zip(_MOMENT_NAMES, unpack(codes, _scales_of(old)), strict=True))}
+            packed = False
+        if target is not torch.uint8 or packed:
+            for name in _MOMENT_NAMES:
+                new[name] = self._fit(old[name], param, target, place, copy)
+            for name in _SCALE_NAMES if packed else ():
+                new[name] = self._fit(old[name], param, torch.float32, place, copy, scales=True)
+            return
+        for name in _MOMENT_NAMES:
+            new[name] = self._empty(param, torch.uint8, place)
+        for name in _SCALE_NAMES:
+            new[name] = self._empty(param, torch.float32, place, scales=True)
+        like = new["exp_avg"]
+        given = [
+            torch.empty_strided(like.shape, like.stride(), dtype=torch.float32).copy_(old[name].detach())
+            for name in _MOMENT_NAMES
+        ]
+        pack(given[0], given[1], [new[name] for name in _MOMENT_NAMES], _scales_of(new))
 
     def make_slot(self, param: torch.Tensor, state: State, key: tuple[Any, ...]) -> Slot:
         """Make the views that the kernels use.
@@ -330,13 +401,15 @@ class StateMaker:
                 f"{tuple(param.shape)} and strides {param.stride()}. Train the tensor it was expanded from"
             )
         place = self.place_of(param)
-        staged = is_remote(param) and place == "host"
+        remote = is_remote(param) and place == "host"
+        in_place = remote and self._in_place and dense and all(map(is_reachable, _tensors(state)))
+        staged = remote and not in_place
         master = None
         if "master" in state:
-            master = _flat(state["master"])
+            master = flat(state["master"])
         elif staged:
             made = self._empty(param, torch.float32, place)
-            master = _flat(made.copy_(param.detach()))
+            master = flat(made.copy_(param.detach()))
             if made in self._homes:  # the view is what is kept, counted and discarded
                 self._homes[master] = self._homes[made]
         return Slot(
@@ -347,10 +420,13 @@ class StateMaker:
             dense=dense,
             state=state,
             tensors=_identity(state),
-            weights=_flat(param) if dense else param.detach(),
+            weights=flat(param) if dense else param.detach(),
             master=master,
-            exp_avg=_flat(state["exp_avg"]),
-            exp_avg_sq=_flat(state["exp_avg_sq"]),
+            exp_avg=flat(state["exp_avg"]),
+            exp_avg_sq=flat(state["exp_avg_sq"]),
+            scales=_scales_of(state),
+            ema=flat(state["ema"]) if "ema" in state else None,
+            in_place=in_place,
             version=param._version,
         )
 
@@ -384,4 +460,4 @@ def flat_gradient(slot: Slot, grad: torch.Tensor) -> torch.Tensor:
     if grad.stride() != slot.param.stride():
         shape, strides = slot.param.shape, slot.param.stride()
         grad = torch.empty_strided(shape, strides, dtype=grad.dtype, device=grad.device).copy_(grad)
-    return _flat(grad)
+    return flat(grad)

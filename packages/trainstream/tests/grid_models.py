@@ -26,6 +26,7 @@ from transformers import (
 
 import trainstream
 import ts_quant
+from trainstream._device import answer_with
 from ts_core.blocks import find_blocks
 from ts_optim import OffloadAdamW
 from ts_paging.activations import FileActivations, HostActivations
@@ -413,9 +414,12 @@ def paging(model, tier="host", policy="keep", slots=2, device="cpu", *, blocks=N
     tail = [name for name, module in around if order.index(id(module)) > last]
     policies = [policy] * len(stack) if isinstance(policy, str) else policy
     pager.attach([(names[id(b)], b, p) for b, p in zip(stack, policies, strict=True)], around, tail)
+    undo = answer_with(model, torch.device(device))
     try:
         yield pager
     finally:
+        for back in undo:
+            back()
         if pager.blocks:
             pager.detach()
         if files is not None:

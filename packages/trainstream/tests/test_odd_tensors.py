@@ -171,7 +171,12 @@ def test_odd_tensors_train_and_come_back(how, frozen, policy, device):
     assert runs[0][0] == runs[1][0]
     for ours, theirs in zip(runs[0][1:], runs[1][1:], strict=True):
         assert ours.keys() == theirs.keys()
-        assert all(same_bits(ours[name], value) for name, value in theirs.items())
+        for name, value in theirs.items():
+            if device == "cuda" and how == "wrap" and value.dtype is torch.float64:
+                # A float64 parameter that stays is updated by PyTorch on its device.
+                torch.testing.assert_close(ours[name], value, rtol=1e-14, atol=0)
+            else:
+                assert same_bits(ours[name], value), name
     for name, p in model.named_parameters():
         assert layout(p) == before[name][0], name
         assert type(p) is nn.Parameter, name

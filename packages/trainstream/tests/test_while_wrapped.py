@@ -539,3 +539,14 @@ def test_a_model_is_wrapped_trained_and_unwrapped_again_and_again():
                 assert step(model, optimizer, seed=seed) == step(oracle, reference, seed=seed)
             assert_same_values(model, oracle)
             assert step(model, optimizer, seed=seed) == step(oracle, reference, seed=seed)
+
+
+def test_autograd_grad_for_a_paged_weight_is_refused_by_name():
+    model = build("llama")
+    with paged(model, "wrap"):
+        weight = model.model.layers[0].self_attn.q_proj.weight
+        with pytest.raises(StateError, match=r"autograd\.grad for a paged weight of shape \(32, 32\)"):
+            torch.autograd.grad(model(batch(0)).logits.sum(), [weight])
+        inputs = model.get_input_embeddings()(batch(0)).detach().requires_grad_()
+        (grad,) = torch.autograd.grad(model(inputs_embeds=inputs).logits.sum(), inputs)
+        assert grad.shape == inputs.shape

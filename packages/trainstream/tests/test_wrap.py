@@ -325,9 +325,11 @@ def test_a_card_without_room_is_refused_before_anything_moves(monkeypatch):
     from ts_core import memory
 
     real = memory.device_budget("cuda")
-    monkeypatch.setattr(memory, "device_budget", lambda d: dataclasses.replace(real, available_bytes=1000))
+    monkeypatch.setattr(
+        memory, "device_budget", lambda d: dataclasses.replace(real, available_bytes=1000, cached_bytes=0)
+    )
     model = toy(64)
-    with pytest.raises(DoesNotFitError, match="headroom"):
+    with pytest.raises(DoesNotFitError, match="of the device where"):
         trainstream.wrap(model, device="cuda")
     assert {p.device.type for p in model.parameters()} == {"cpu"}
 

@@ -18,6 +18,7 @@ KINDS = ["llama", "llama tied", "gemma2", "llama float64", "llama bias"]
 def make(kind):
     name, _, change = kind.partition(" ")
     model = tiny_model(name, tie_word_embeddings=change == "tied" or name == "gemma2").train()
+    model.set_attn_implementation("eager")  # its backward on a GPU gives the same bits every time
     if change == "float64":
         model = model.double()  # not a dtype of the fused loss: the head is called
     if change == "bias":
@@ -60,9 +61,11 @@ def steps(model, ids, device, chunk_size, count=2):
 def test_a_paged_head_gives_the_bits_of_the_resident_one(kind, chunk_size, ids, device):
     model = make(kind)
     resident = copy.deepcopy(model).to(device)
-    expected = steps(resident, ids, device, chunk_size)
+    # On a GPU torch's AdamW rounds otherwise than on the host: one step is what can be compared.
+    count = 2 if device == "cpu" else 1
+    expected = steps(resident, ids, device, chunk_size, count)
     pager = page(model, device)
-    losses, gradients = steps(model, ids, device, chunk_size)
+    losses, gradients = steps(model, ids, device, chunk_size, count)
     assert losses == expected[0]
     assert gradients.keys() == expected[1].keys()
     for name, gradient in gradients.items():

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from trainstream._tuner import Tuner
     from ts_paging.pager import WeightPager
 
-__all__ = ["Session", "ZeroGrad", "session_of"]
+__all__ = ["Instead", "Session", "converting", "session_of", "zero_grad"]
 
 _HISTORY = 64  # steps whose measurements are kept
 #: Anonymous and shared memory of this process just after ``import trainstream``; budgets count from there.
@@ -144,31 +144,48 @@ class Session:
         return type(None), ()
 
 
-class ZeroGrad:
-    """Stands in for ``model.zero_grad``: torch's own reads every gradient first, which waits for updates."""
+class Instead:
+    """Stands in the place of a method on a wrapped model; copies and pickles get the class's own again."""
 
-    def __init__(self, model: nn.Module) -> None:
-        """Stand in for the method of `model`."""
+    def __init__(self, model: nn.Module, name: str, run: Callable[..., Any]) -> None:
+        """Stand in for `name` of `model`; `run` is called with the model first."""
         self._model = weakref.ref(model)
+        self._name = name
+        self._run = run
 
-    def __call__(self, set_to_none: bool = True) -> None:
-        """Drop the gradients, or fill them with zeros."""
-        model = self._model()
-        if model is None:
-            return
-        if not set_to_none:
-            nn.Module.zero_grad(model, set_to_none=False)
-            return
-        for parameter in model.parameters():
-            parameter.grad = None
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Call `run`."""
+        return self._run(self._model(), *args, **kwargs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A copy of the model has the class's own method again."""
-        return types.MethodType(nn.Module.zero_grad, memo[id(self._model())])
+        """A copy of the model has the class's own method."""
+        model = self._model()
+        return types.MethodType(getattr(type(model), self._name), memo[id(model)])
 
     def __reduce__(self) -> Any:
         """The same for a pickled one, whose own dictionary is still empty when this is looked up."""
-        return getattr, (self._model(), "zero_grad")
+        return getattr, (self._model(), self._name)
+
+
+def zero_grad(model: nn.Module, set_to_none: bool = True) -> None:
+    """Do what ``Module.zero_grad`` does without reading the gradients, which would wait for updates."""
+    if not set_to_none:
+        nn.Module.zero_grad(model, set_to_none=False)
+        return
+    for parameter in model.parameters():
+        parameter.grad = None
+
+
+def converting(pager: WeightPager) -> Callable[..., Any]:
+    """Return what looks at every paged block before the first part of a model is converted."""
+
+    def apply(model: nn.Module, fn: Callable[[Any], Any], recurse: bool = True) -> Any:
+        for block in (*pager.blocks, *pager.edges):
+            block.refuse_conversion(fn)
+        convert: Any = type(model)._apply
+        return convert(model, fn, recurse)
+
+    return apply
 
 
 def host_peak_bytes() -> int:

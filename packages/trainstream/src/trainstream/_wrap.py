@@ -22,7 +22,7 @@ from trainstream._device import answer_with
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers, asked, start_paging
-from trainstream._session import Session, ZeroGrad, session_of
+from trainstream._session import Instead, Session, converting, session_of, zero_grad
 from trainstream._staging import bring_back, commit, stage
 from trainstream._tuner import Tuner
 from ts_core import registry
@@ -128,10 +128,17 @@ def wrap(
     for line in [*decided.why, *checked.notes(adapts=decided.adapts)]:
         session.decide(line)
     model.__dict__["_trainstream_session"] = session
-    if pager is not None and "zero_grad" not in model.__dict__:
-        model.__dict__["zero_grad"] = ZeroGrad(model)
+    if pager is not None:
+        _stand_in(model, "zero_grad", zero_grad)
+        _stand_in(model, "_apply", converting(pager))
     session.start()
     return model, adopted
+
+
+def _stand_in(model: nn.Module, name: str, run: Callable[..., Any]) -> None:
+    """Put a function in the place of a method, unless somebody else's stands there."""
+    if name not in model.__dict__:
+        model.__dict__[name] = Instead(model, name, run)
 
 
 def _assign(inventory: Inventory, layout: Layout, tiers: Tiers) -> dict[int, nn.Parameter]:
@@ -205,8 +212,9 @@ def unwrap(model: nn.Module) -> nn.Module:
     session.tiers.close()
     for step in session.undo:
         step()
-    if isinstance(model.__dict__.get("zero_grad"), ZeroGrad):
-        del model.__dict__["zero_grad"]
+    for name in ("zero_grad", "_apply"):
+        if isinstance(model.__dict__.get(name), Instead):
+            del model.__dict__[name]
     del model.__dict__["_trainstream_session"]
     return model
 

@@ -20,6 +20,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from .errors import StateError
+
 __all__ = ["Guard", "GuardedParameter", "guard", "guard_of", "release"]
 
 #: Uses that hand out memory which can be written without moving the version counter.
@@ -161,6 +163,8 @@ class GuardedParameter(nn.Parameter):
     ) -> Any:
         """Wait for guarded arguments, note escapes, then run the operation on plain tensors."""
         kwargs = kwargs or {}
+        if func is torch.autograd.grad:
+            _refuse_grad(args[1] if len(args) > 1 else kwargs.get("inputs"))
         for value in (*args, *kwargs.values()):
             if type(value) is cls:
                 entry = _table.get(id(value))
@@ -202,6 +206,15 @@ class GuardedParameter(nn.Parameter):
         with torch._C.DisableTorchFunctionSubclass():
             plain: Any = nn.Parameter(self.detach(), self.requires_grad)
             return plain.__reduce_ex__(protocol)
+
+
+def _refuse_grad(inputs: Any) -> None:
+    for each in (inputs,) if isinstance(inputs, Tensor) else inputs or ():
+        if guard_of(each) is not None:
+            raise StateError(
+                f"torch.autograd.grad for a paged weight of shape {tuple(each.shape)}: its gradient does not "
+                "pass through the Parameter; call backward() and read its .grad, or unwrap the model first"
+            )
 
 
 def _note_view(parameter: Tensor, result: Tensor) -> None:

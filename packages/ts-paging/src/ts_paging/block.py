@@ -220,18 +220,24 @@ class PagedBlock:
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Stand in for the module's ``_apply``: what is paged stays in its place, the rest is converted."""
-        for parameter in self.parameters:
-            before = parameter.dtype
-            probe = torch.empty(0, dtype=before)
-            if fn(probe).dtype != before:
-                raise StateError(
-                    f"paged block {self.name!r}: its weights cannot change their dtype while the model is "
-                    "wrapped; unwrap it first"
-                )
+        self.refuse_conversion(fn)
         with self._without():
             convert: Any = type(self.module)._apply
             convert(self.module, fn, recurse)
         return self.module
+
+    def refuse_conversion(self, fn: Callable[[Tensor], Tensor]) -> None:
+        """Look what a conversion would do to the paged weights.
+
+        Raises:
+            StateError: It changes their dtype.
+        """
+        for before in {parameter.dtype for parameter in self.parameters}:
+            if fn(torch.empty(0, dtype=before)).dtype != before:
+                raise StateError(
+                    f"paged block {self.name!r}: its weights cannot change their dtype while the model is "
+                    "wrapped; unwrap it first"
+                )
 
     @contextlib.contextmanager
     def _without(self) -> Iterator[None]:

@@ -3,7 +3,9 @@
     python benchmarks/bench_adamw.py --sizes 64M 16M --threads 1 2 --out adamw.jsonl
 
 One JSON line per measurement. The probe reads 4 and writes 3 fp32 streams in place with three
-multiplications an element, on the same threads and pieces: what this memory gives to any AdamW step.
+multiplications an element, on the same threads and pieces: what this memory gives to any AdamW step. Each
+format of moments has a probe of its own, with their bytes (2 or 1 an element) in place of fp32 ones.
+DeepSpeed's CPUAdam takes part where it can be imported.
 Candidates take turns within a round; a figure is the best of the rounds' medians, because other users of a
 machine only ever slow it down. `small` is many small tensors (LoRA factors) in one step, Python included.
 """
@@ -75,21 +77,59 @@ def optimizer(
     return make(params, **options).step
 
 
+def deepspeed(numel: int) -> Callable[[], None] | None:
+    """DeepSpeed's host AdamW, where it is installed and builds."""
+    try:
+        from deepspeed.ops.adam import DeepSpeedCPUAdam
+
+        return optimizer(DeepSpeedCPUAdam, [(numel,)], torch.float32, adamw_mode=True)
+    except Exception as error:  # its kernel is built at first use, which fails in many ways
+        sys.stderr.write(f"without DeepSpeed CPUAdam: {type(error).__name__}: {error}\n")
+        return None
+
+
+def probe(numel: int, nbytes: int, threads: int) -> Callable[[], None]:
+    """A pass over 4 streams, 3 of them written, of which two have `nbytes` bytes an element."""
+    a, b = torch.ones(numel), torch.ones(numel)
+    if nbytes == 4:
+        c, d = torch.ones(numel), torch.ones(numel)
+        return lambda: _C.stream_probe_(a, b, c, d, threads=threads)
+    c, d = (torch.zeros(numel * nbytes, dtype=torch.uint8) for _ in range(2))
+    return lambda: _C.stream_probe_bytes_(a, b, c, d, threads=threads)
+
+
 def large(numel: int, threads: int, rounds: int, repeat: int) -> list[dict]:
     """One big tensor: the memory's limit."""
-    probe = [torch.ones(numel) for _ in range(4)]
-    ours = {"threads": threads}
-    candidates = {
-        "probe": lambda: _C.stream_probe_(*probe, threads=threads),
-        "ts_optim fp32": optimizer(OffloadAdamW, [(numel,)], torch.float32, **ours),
-        "torch fused fp32": optimizer(torch.optim.AdamW, [(numel,)], torch.float32, fused=True),
-        "ts_optim bf16 + master": optimizer(OffloadAdamW, [(numel,)], torch.bfloat16, **ours),
-        "ts_optim fp32, clipped": optimizer(
-            OffloadAdamW, [(numel,)], torch.float32, max_grad_norm=1.0, **ours
-        ),
-    }
+    numel -= numel % 1024
     # Streams a step needs: gradient, weight, moments in; weight, moments (and the 16-bit weight) out.
-    traffic = {"ts_optim bf16 + master": 28, "ts_optim fp32, clipped": 32}
+    candidates, traffic, ruler = {}, {}, {}
+
+    def add(name: str, run: Callable[[], None] | None, nbytes: float, of: str) -> None:
+        if run is not None:
+            candidates[name], traffic[name], ruler[name] = run, nbytes, of
+
+    def ours(dtype: torch.dtype = torch.float32, **options) -> Callable[[], None]:
+        return optimizer(OffloadAdamW, [(numel,)], dtype, threads=threads, **options)
+
+    fused = optimizer(torch.optim.AdamW, [(numel,)], torch.float32, fused=True)
+    add("probe", probe(numel, 4, threads), 28, "probe")
+    add("probe, bf16 moments", probe(numel, 2, threads), 20, "probe, bf16 moments")
+    add("probe, int8 moments", probe(numel, 1, threads), 16, "probe, int8 moments")
+    add("ts_optim fp32", ours(), 28, "probe")
+    add("torch fused fp32", fused, 28, "probe")
+    add("DeepSpeed CPUAdam fp32", deepspeed(numel), 28, "probe")
+    add("ts_optim, bf16 moments", ours(moment_dtype="bf16"), 20, "probe, bf16 moments")
+    add("ts_optim, int8 moments", ours(moment_dtype="int8"), 16 + 16 / 256, "probe, int8 moments")
+    add("ts_optim bf16 + master", ours(torch.bfloat16), 28, "probe")
+    add(
+        "ts_optim bf16 + master, int8 moments",
+        ours(torch.bfloat16, moment_dtype="int8"),
+        16,
+        "probe, int8 moments",
+    )
+    add("ts_optim fp32, clipped", ours(max_grad_norm=1.0), 32, "probe")
+    add("ts_optim fp32, average", ours(ema=0.999), 36, "probe")
+    add("ts_optim fp32, measured", ours(measure_updates=True), 28, "probe")
     seconds = measure(candidates, rounds, repeat)
     return [
         {
@@ -99,8 +139,9 @@ def large(numel: int, threads: int, rounds: int, repeat: int) -> list[dict]:
             "threads": threads,
             "ms": round(s * 1e3, 3),
             "gparam_per_s": round(numel / s / 1e9, 3),
-            "gb_per_s": round(numel * traffic.get(name, 28) / s / 1e9, 2),
-            "of_probe": round(seconds["probe"] / s * traffic.get(name, 28) / 28, 3),
+            "gb_per_s": round(numel * traffic[name] / s / 1e9, 2),
+            "of_probe": round(seconds[ruler[name]] / s * traffic[name] / traffic[ruler[name]], 3),
+            "of_fp32_moments": round(seconds["ts_optim fp32"] / s, 3),
         }
         for name, s in seconds.items()
     ]

@@ -350,6 +350,16 @@ def test_probe_runs_and_checks():
         _C.stream_probe_(a, b, c, torch.zeros(3))
 
 
+def packed_sample(tensors, dtype):
+    count = len(tensors["params"])
+    moments = [[torch.zeros_like(p, dtype=dtype) for p in tensors["params"]] for _ in range(2)]
+    scales = [[p.new_zeros(-(-p.numel() // 256)) for p in tensors["params"]] for _ in range(2)]
+    scales = scales if dtype is torch.uint8 else [[], []]
+    emas = [p.clone() for p in tensors["params"]] if dtype is torch.bfloat16 else []
+    lists = (tensors["params"], tensors["grads"], *moments, *scales, tensors["steps"], tensors["lows"], emas)
+    return (*lists, hyper_table(), [0] * count, [1] * count, list(range(count)), 1.0, 0.9, True, True)
+
+
 @pytest.mark.parametrize("device", devices())
 def test_opcheck(device):
     tensors = clone(problem([7, 0, 20], torch.bfloat16, torch.bfloat16, 0), device)
@@ -361,5 +371,6 @@ def test_opcheck(device):
             (*(plain[k] for k in names), hyper_table(), [0]),
         ],
         "grad_sumsq": [(tensors["grads"],), (plain["grads"], 2)],
+        "adamw_blocks_": [packed_sample(tensors, torch.uint8), packed_sample(plain, torch.bfloat16)],
     }
-    assert opcheck_all("ts_optim", samples) == 4
+    assert opcheck_all("ts_optim", samples) == 6

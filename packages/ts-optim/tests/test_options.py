@@ -18,7 +18,20 @@ def make(**options):
 
 ACCEPTED = {
     "mode": ["cpu", "auto"],
-    "moment_dtype": ["auto", "float32", "fp32", torch.float32],
+    "moment_dtype": [
+        "auto",
+        "float32",
+        "fp32",
+        torch.float32,
+        "bf16",
+        torch.bfloat16,
+        "bfloat16",
+        "int8",
+        "8bit",
+    ],
+    "ema": [None, 0, 0.999],
+    "measure_updates": [True, False],
+    "seed": [0, 2**63 - 1],
     "eager": [None, False],
     "distributed": [False],
     "max_grad_norm": [None, 1, 0.5, 1e9],
@@ -34,8 +47,11 @@ ACCEPTED = {
     "weight_decay": [0.0, 0.1],
 }
 REJECTED = {
-    "mode": ["gpu", "tpu", None, 1],
-    "moment_dtype": ["bfloat16", "bf16", "int8", "8bit", torch.bfloat16, "fp8", torch.float16, None],
+    "mode": ["tpu", None, 1],
+    "moment_dtype": ["fp8", torch.float16, torch.uint8, None, 8],
+    "ema": [1, 1.5, -0.1, float("nan"), "x"],
+    "measure_updates": [None, 1],
+    "seed": [None, -1, 2**63, 0.5, "x"],
     "eager": [True, 1, "yes"],
     "distributed": [True, None, 0],
     "max_grad_norm": [0.0, -1.0, float("nan"), float("inf"), "1", True],
@@ -69,8 +85,26 @@ def test_rejected_by_name(name, value):
 
 
 def test_what_comes_later_says_so():
-    with pytest.raises(OptionError, match=r"mode='gpu' is not available in this release; available: 'cpu'"):
+    with pytest.raises(OptionError, match=r"eager=True is not available in this release"):
+        make(eager=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a GPU")
+def test_mode_gpu_needs_a_gpu():
+    with pytest.raises(OptionError, match=r"mode='gpu' needs a CUDA device"):
         make(mode="gpu")
+
+
+@pytest.mark.parametrize("name", ["int8", "8bit"])
+def test_mode_gpu_has_no_int8_moments(name):
+    with pytest.raises(OptionError, match=f"moment_dtype='{name}'.*mode='gpu'"):
+        make(mode="gpu", moment_dtype=name)
+
+
+def test_mode_gpu_pins_its_state(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    with pytest.raises(OptionError, match="pin_moments=False"):
+        make(mode="gpu", pin_moments=False)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a GPU")

@@ -1,6 +1,7 @@
 """AdamW for weights whose optimizer state lives in host memory.
 
-`OffloadAdamW` is a `torch.optim.Optimizer`; `grad_sumsq`, `adamw_step_` and `adamw_blocks_` are the operations it is made of.
+`OffloadAdamW` is a `torch.optim.Optimizer`; `grad_sumsq`, `adamw_step_` and `adamw_blocks_` are the
+operations it is made of.
 """
 
 from importlib.metadata import version

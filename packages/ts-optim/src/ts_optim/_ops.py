@@ -238,17 +238,17 @@ adamw_blocks_ = _LIBRARY.define(
     cpu=_adamw_blocks,
     fake=_adamw_blocks_fake,
 )
-adamw_blocks_.__doc__ = """AdamW as `adamw_step_`, with packed moments, a moving average of the weights, and measuring.
+adamw_blocks_.__doc__ = """AdamW as `adamw_step_`, with packed moments, an average of the weights, and sums.
 
     ema <- ema + (1 - ema_decay) (p - ema), after the update
 
-Bit-equal on the CPU (any instruction set and thread count) and on CUDA, and to `reference`. Beside CUDA gradients,
-all else may be page-locked host memory, which the kernel reads and writes over the link.
+Bit-equal on the CPU (any instruction set and thread count) and on CUDA, and to `reference`. Beside CUDA
+gradients, all else may be page-locked host memory, which the kernel reads and writes over the link.
 
 Args:
     params: float32, contiguous; read and written.
     grads: float32, bfloat16 or float16, same sizes, all on one device; read.
-    exp_avgs: First moments: float32, bfloat16 (stochastic rounding) or uint8 (codes of `reference.encode_int8`).
+    exp_avgs: First moments: float32, bfloat16 (stochastic rounding) or uint8 (`reference.encode_int8`).
     exp_avg_sqs: Second moments, same dtype.
     m_scales: float32 `[ceil(numel / 256)]` for each parameter with uint8 moments; else empty.
     v_scales: The same for the second moments.

@@ -115,8 +115,8 @@ class OffloadAdamW(Reports):
             moves in the steps in which it has a gradient. None: no average.
         measure_updates: Measure gradient, update and weight of every tensor in the same pass; see
         `tensor_stats`.
-        seed: Of stochastic rounding; None takes `torch.initial_seed()`. It is saved in the state dict's
-            groups as "rounding_seed".
+        seed: Of stochastic rounding; a number from 0. It is saved in the state dict's groups as "rounding_seed",
+            and a loaded one replaces it.
 
     Raises:
         OptionError: A value outside the accepted ones, or not available in this release.
@@ -160,7 +160,7 @@ class OffloadAdamW(Reports):
         skip_nonfinite: bool = False,
         ema: float | None = None,
         measure_updates: bool = False,
-        seed: int | None = None,
+        seed: int = 0,
     ) -> None:
         """See the class."""
         self._options = OffloadOptions(
@@ -184,7 +184,7 @@ class OffloadAdamW(Reports):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         hyper_of(defaults)
         if self._options.moments != "float32":
-            defaults[_SEED] = torch.initial_seed() % 2**63 if seed is None else seed
+            defaults[_SEED] = seed
         super().__init__(params, defaults)
         self._decode_exports()
 

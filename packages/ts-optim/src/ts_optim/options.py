@@ -54,7 +54,7 @@ class OffloadOptions:
     skip_nonfinite: bool = False
     ema: float | None = None
     measure_updates: bool = False
-    seed: int | None = None
+    seed: int = 0
 
     def __post_init__(self) -> None:
         """Check every field."""
@@ -74,8 +74,7 @@ class OffloadOptions:
         boolean("measure_updates", self.measure_updates)
         if self.ema is not None:
             number("ema", self.ema, minimum=0.0, below=1.0)
-        if self.seed is not None:
-            integer("seed", self.seed, minimum=0, maximum=2**63 - 1)
+        integer("seed", self.seed, minimum=0, maximum=2**63 - 1)
         self._check_gpu_mode()
         if not callable(self.place):
             raise OptionError(

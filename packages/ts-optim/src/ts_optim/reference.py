@@ -85,9 +85,9 @@ def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
     """Return the 16 random bits of each element of a tensor in one step.
 
     Philox4x32-10 with the key `seed`. Its counter holds element / 256 * 32 + lane in the low, and the number
-    of the tensor in the high half; the lane is 16 for the second half of a block plus element % 16. To each of
-    the 4 words step * 0x9E379E37 is added: both halves go round by the golden ratio. Of the 8 values of 16 bits,
-    element / 16 % 8 picks one. In every step they are uniform, and over the steps they are spread evenly.
+    of the tensor in the high half; the lane is 16 for the second half of a block plus element % 16. To each
+    of the 4 words step * 0x9E379E37 is added: both halves go round by the golden ratio. Of the 8 values of 16
+    bits, element / 16 % 8 picks one. They are uniform in every step, and spread evenly over the steps.
 
     Args:
         seed: 64 bits.

@@ -145,7 +145,7 @@ class Reports(torch.optim.Optimizer):
         result = {}
         for index, sums in self._measures.read().items():
             grad, update, weight = map(math.sqrt, sums)
-            ratio = update / weight if weight > 0.0 else math.inf if update > 0.0 else 0.0
+            ratio = update / weight if weight != 0.0 else math.inf if update > 0.0 else 0.0
             row = {"grad_norm": grad, "update_norm": update, "weight_norm": weight, "ratio": ratio}
             result[self._name(params[index]).removeprefix("parameter ").strip("'")] = row
         return result

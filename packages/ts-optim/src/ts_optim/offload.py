@@ -115,8 +115,8 @@ class OffloadAdamW(Reports):
             moves in the steps in which it has a gradient. None: no average.
         measure_updates: Measure gradient, update and weight of every tensor in the same pass; see
         `tensor_stats`.
-        seed: Of stochastic rounding; a number from 0. It is saved in the state dict's groups as "rounding_seed",
-            and a loaded one replaces it.
+        seed: Of stochastic rounding; a number from 0. It is saved in the state dict's groups as
+            "rounding_seed", and a loaded one replaces it.
 
     Raises:
         OptionError: A value outside the accepted ones, or not available in this release.

@@ -62,8 +62,10 @@ struct ScalarOps {
   TS_HOST_DEVICE static inline I bits(V x) { return float_bits(x); }
   TS_HOST_DEVICE static inline V floats(I x) { return bits_float(x); }
   TS_HOST_DEVICE static inline I add(I a, I b) { return a + b; }
+  TS_HOST_DEVICE static inline I minus(I a, I b) { return a - b; }
   TS_HOST_DEVICE static inline I both(I a, I b) { return a & b; }
   TS_HOST_DEVICE static inline I either(I a, I b) { return a | b; }
+  TS_HOST_DEVICE static inline I exclusive(I a, I b) { return a ^ b; }
   TS_HOST_DEVICE static inline I min_u(I a, I b) { return a < b ? a : b; }
   TS_HOST_DEVICE static inline I max_u(I a, I b) { return a < b ? b : a; }
   TS_HOST_DEVICE static inline I max_s(I a, I b) {

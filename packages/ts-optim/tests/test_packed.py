@@ -265,7 +265,7 @@ def test_a_block_that_is_not_finite_is_not_finite_afterwards(bad, where):
     m, v = torch.ones(600), torch.ones(600)
     {"exp_avg": m, "exp_avg_sq": v}[where][300] = bad
     m1, v1 = unpack(*packed(m, v))
-    assert bool(m1[256:512].isnan().all())
+    assert bool(v1[256:512].isnan().all())
     assert bool(m1[:256].isfinite().all() and m1[512:].isfinite().all() and v1[:256].isfinite().all())
 
 

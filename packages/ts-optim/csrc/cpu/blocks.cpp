@@ -12,11 +12,13 @@ constexpr int64_t kGrainBlocks = 64;
 #if defined(TS_ISA_portable)
 
 static void fill_random(const BlockItem& t, int64_t block, uint16_t* out) {
-  for (int i = 0; i < 32; ++i) {
-    const Philox p = philox4x32(t.seed, random_counter(block, i / 16, i % 16), t.number);
-    for (int k = 0; k < 8; ++k)
-      out[128 * (i / 16) + 16 * k + i % 16] =
-          static_cast<uint16_t>((p.out[k / 2] + t.turn) >> (16 * (k % 2)));
+  for (int i = 0; i < 16; ++i) {
+    const Philox p = philox4x32(t.seed, random_counter(block, i), t.number);
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t word = p.out[k / 2] + t.turn;
+      out[16 * k + i] = static_cast<uint16_t>(word >> (16 * (k % 2)));
+      out[16 * k + i + 128] = static_cast<uint16_t>((word ^ kOtherHalf) >> (16 * (k % 2)));
+    }
   }
 }
 
@@ -43,14 +45,17 @@ static inline void philox_lanes(uint64_t seed, uint64_t low, uint64_t high, Ops:
 }
 
 static void fill_random(const BlockItem& t, int64_t block, uint16_t* out) {
-  for (int i = 0; i < 32; i += Ops::kWidth) {
+  for (int i = 0; i < 16; i += Ops::kWidth) {
     Ops::I c[4];
-    philox_lanes(t.seed, random_counter(block, 0, i), t.number, c);
-    uint16_t* to = out + 128 * (i / 16) + i % 16;
+    philox_lanes(t.seed, random_counter(block, i), t.number, c);
     for (int w = 0; w < 4; ++w) {
       const Ops::I word = Ops::add(c[w], Ops::seti(t.turn));
-      Ops::store16(to + 32 * w, Ops::both(word, Ops::seti(0xFFFFu)));
-      Ops::store16(to + 32 * w + 16, Ops::shr<16>(word));
+      const Ops::I other = Ops::exclusive(word, Ops::seti(kOtherHalf));
+      uint16_t* to = out + 32 * w + i;
+      Ops::store16(to, Ops::both(word, Ops::seti(0xFFFFu)));
+      Ops::store16(to + 16, Ops::shr<16>(word));
+      Ops::store16(to + 128, Ops::both(other, Ops::seti(0xFFFFu)));
+      Ops::store16(to + 144, Ops::shr<16>(other));
     }
   }
 }
@@ -58,8 +63,9 @@ static void fill_random(const BlockItem& t, int64_t block, uint16_t* out) {
 #endif
 
 struct alignas(64) Scratch {
+  float m[kBlock];
   float root[kBlock];
-  float ratio[kBlock];
+  float ratio[kBlock];  // bits of signed numbers
   float moved[kBlock];  // new weights less old ones
   uint16_t random[kBlock];
 };
@@ -67,7 +73,7 @@ struct alignas(64) Scratch {
 // Largest of 32-bit words.
 template <typename O>
 struct Largest {
-  typename O::I lanes = O::seti(0);
+  typename O::I lanes = O::seti(kNoRatio);
   inline void take(typename O::I x) { lanes = O::max_s(lanes, x); }
 };
 
@@ -109,15 +115,18 @@ struct Choose<ScalarOps> {
 // What int8 needs of a block before it can be packed.
 struct Found {
   Scratch& x;
-  Largest<Ops> wide_root{}, wide_ratio{};
-  Largest<ScalarOps> one_root{}, one_ratio{};
+  Largest<Ops> wide_m{}, wide_root{}, wide_ratio{};
+  Largest<ScalarOps> one_m{}, one_root{}, one_ratio{};
   template <typename O>
   inline void take(int64_t k, typename O::V m, typename O::V root) {
-    const typename O::V r = ratio<O>(m, root);
+    const typename O::V kept = storable_moment<O>(m, root);
+    const typename O::I r = ratio<O>(kept, root);
+    O::store(x.m + k, kept);
     O::store(x.root + k, root);
-    O::store(x.ratio + k, r);
+    O::store(x.ratio + k, O::floats(r));
+    Choose<O>::from(wide_m, one_m).take(magnitude<O>(kept));
     Choose<O>::from(wide_root, one_root).take(magnitude<O>(root));
-    Choose<O>::from(wide_ratio, one_ratio).take(magnitude<O>(r));
+    Choose<O>::from(wide_ratio, one_ratio).take(r);
   }
 };
 
@@ -125,27 +134,30 @@ struct Found {
 struct Encode {
   const Scratch& x;
   uint8_t *m, *v;
-  float m_inverse, v_inverse;
+  float m_scale, v_inverse;
   uint32_t random, half;
   template <typename O>
   inline void at(int64_t i) {
     const typename O::I bits = O::load16(x.random + i);
     O::store8(v + i, encode_root<O>(O::load(x.root + i), v_inverse, bits));
     const typename O::I chosen = O::either(O::both(bits, O::seti(random)), O::seti(half));
-    O::store8(m + i, encode_ratio<O>(O::load(x.ratio + i), m_inverse, chosen));
+    const typename O::I r = O::bits(O::load(x.ratio + i));
+    O::store8(m + i, encode_ratio<O>(O::load(x.m + i), r, m_scale, chosen));
   }
 };
 
 static inline void encode_block(const Found& found, int64_t n, uint8_t* m, uint8_t* v,
                                 float* m_scale, float* v_scale, uint32_t random, uint32_t half) {
-  const BlockScale root = root_scale(largest_of(found.wide_root, found.one_root));
-  const BlockScale ratio = ratio_scale(largest_of(found.wide_ratio, found.one_ratio), root);
+  const uint32_t largest = largest_of(found.wide_ratio, found.one_ratio);
+  const BlockScale root = root_scale(largest_of(found.wide_root, found.one_root),
+                                     largest_of(found.wide_m, found.one_m), largest);
+  const BlockScale ratio = ratio_scale(largest, root);
   *v_scale = root.scale;
   *m_scale = ratio.scale;
-  Encode encode{found.x, m, v, ratio.inverse, root.inverse, random, half};
-  if (root.inverse != 0.0f) for_elements(n, encode);
-  if (root.inverse == 0.0f) memset(v, 0, static_cast<size_t>(n));
-  if (ratio.inverse == 0.0f) memset(m, 0, static_cast<size_t>(n));
+  Encode encode{found.x, m, v, ratio.scale, root.inverse, random, half};
+  if (root.present) for_elements(n, encode);
+  if (!root.present) memset(v, 0, static_cast<size_t>(n));
+  if (!ratio.present) memset(m, 0, static_cast<size_t>(n));
 }
 
 template <typename O>

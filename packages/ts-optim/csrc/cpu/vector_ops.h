@@ -75,6 +75,7 @@ struct Avx2Ops {
   static inline I bits(V x) { return _mm256_castps_si256(x); }
   static inline V floats(I x) { return _mm256_castsi256_ps(x); }
   static inline I add(I a, I b) { return _mm256_add_epi32(a, b); }
+  static inline I minus(I a, I b) { return _mm256_sub_epi32(a, b); }
   static inline I both(I a, I b) { return _mm256_and_si256(a, b); }
   static inline I either(I a, I b) { return _mm256_or_si256(a, b); }
   static inline I exclusive(I a, I b) { return _mm256_xor_si256(a, b); }
@@ -151,6 +152,7 @@ struct Avx512Ops {
   static inline I bits(V x) { return _mm512_castps_si512(x); }
   static inline V floats(I x) { return _mm512_castsi512_ps(x); }
   static inline I add(I a, I b) { return _mm512_add_epi32(a, b); }
+  static inline I minus(I a, I b) { return _mm512_sub_epi32(a, b); }
   static inline I both(I a, I b) { return _mm512_and_si512(a, b); }
   static inline I either(I a, I b) { return _mm512_or_si512(a, b); }
   static inline I exclusive(I a, I b) { return _mm512_xor_si512(a, b); }

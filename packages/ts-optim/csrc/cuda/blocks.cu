@@ -11,7 +11,7 @@ namespace {
 constexpr int kWarps = 8;
 constexpr int kLanes = 32;
 constexpr int kEach = 8;
-constexpr int kTable = 24;
+constexpr int kTable = 22;
 constexpr int64_t kMaxBlocks = int64_t{1} << 30;
 constexpr uint32_t kAll = 0xFFFFFFFFu;
 static_assert(kLanes * kEach == kBlock && kLanes == kSumLanes, "one warp a block");
@@ -38,10 +38,14 @@ struct Lane {
 
 __device__ inline void load_random(const BlockItem& t, int64_t block, int lane, Scratch& x,
                                    uint32_t* r) {
-  const Philox p = philox4x32(t.seed, random_counter(block, lane / 16, lane % 16), t.number);
-  for (int k = 0; k < 8; ++k)
-    x.random[128 * (lane / 16) + 16 * k + lane % 16] =
-        static_cast<uint16_t>((p.out[k / 2] + t.turn) >> (16 * (k % 2)));
+  if (lane < 16) {
+    const Philox p = philox4x32(t.seed, random_counter(block, lane), t.number);
+    for (int k = 0; k < 8; ++k) {
+      const uint32_t word = p.out[k / 2] + t.turn;
+      x.random[16 * k + lane] = static_cast<uint16_t>(word >> (16 * (k % 2)));
+      x.random[16 * k + lane + 128] = static_cast<uint16_t>((word ^ kOtherHalf) >> (16 * (k % 2)));
+    }
+  }
   __syncwarp();
   const Words w = *reinterpret_cast<const Words*>(x.random + kEach * lane);
   for (int k = 0; k < kEach; ++k) r[k] = k % 2 ? w.word[k / 2] >> 16 : w.word[k / 2] & 0xFFFFu;
@@ -106,26 +110,35 @@ __device__ inline double block_sum(Scratch& s, const Lane& at, int lane, int n, 
   return fold_warp(sum);
 }
 
+__device__ inline uint32_t largest_of(uint32_t x) {
+  return static_cast<uint32_t>(__reduce_max_sync(kAll, static_cast<int>(x)));
+}
+
 __device__ inline void encode(const BlockItem& t, int64_t block, const Lane& at, float* m,
                               const float* root, const uint32_t* random) {
-  uint32_t a[kEach] = {}, b[kEach] = {}, most_root = 0, most_ratio = 0;
+  uint32_t a[kEach] = {}, b[kEach] = {}, r[kEach];
+  uint32_t most_m = kNoRatio, most_root = kNoRatio, most_ratio = kNoRatio;
   for (int k = 0; k < at.count; ++k) {
-    m[k] = ratio<ScalarOps>(m[k], root[k]);
-    most_root = ScalarOps::max_u(most_root, magnitude<ScalarOps>(root[k]));
-    most_ratio = ScalarOps::max_u(most_ratio, magnitude<ScalarOps>(m[k]));
+    m[k] = storable_moment<ScalarOps>(m[k], root[k]);
+    r[k] = ratio<ScalarOps>(m[k], root[k]);
+    most_m = ScalarOps::max_s(most_m, magnitude<ScalarOps>(m[k]));
+    most_root = ScalarOps::max_s(most_root, magnitude<ScalarOps>(root[k]));
+    most_ratio = ScalarOps::max_s(most_ratio, r[k]);
   }
-  const BlockScale s = root_scale(__reduce_max_sync(kAll, most_root));
-  const BlockScale r = ratio_scale(__reduce_max_sync(kAll, most_ratio), s);
+  most_ratio = largest_of(most_ratio);
+  const BlockScale v_scale = root_scale(largest_of(most_root), largest_of(most_m), most_ratio);
+  const BlockScale m_scale = ratio_scale(most_ratio, v_scale);
   for (int k = 0; k < at.count; ++k) {
-    if (s.inverse != 0.0f) b[k] = encode_root<ScalarOps>(root[k], s.inverse, random[k]);
-    if (r.inverse != 0.0f)
-      a[k] = encode_ratio<ScalarOps>(m[k], r.inverse, (random[k] & t.m_random) | t.m_half);
+    if (v_scale.present) b[k] = encode_root<ScalarOps>(root[k], v_scale.inverse, random[k]);
+    if (m_scale.present)
+      a[k] =
+          encode_ratio<ScalarOps>(m[k], r[k], m_scale.scale, (random[k] & t.m_random) | t.m_half);
   }
   put_codes(t.m, at, a);
   put_codes(t.v, at, b);
   if (threadIdx.x % kLanes == 0) {
-    t.v_scale[block] = s.scale;
-    t.m_scale[block] = r.scale;
+    t.v_scale[block] = v_scale.scale;
+    t.m_scale[block] = m_scale.scale;
   }
 }
 

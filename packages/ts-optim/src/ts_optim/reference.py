@@ -13,6 +13,7 @@ __all__ = ["adamw_", "adamw_float32", "decode_int8", "encode_int8", "grad_norm",
 BLOCK = 256
 
 _NEAREST = 0x8000
+_ONE = 127 << 23
 # The two parts of a small float: bits of mantissa, exponent and code of their upper end.
 _ROOT = ((5, 0, 255), (4, -4, 127))
 _RATIO = ((5, 0, 127), (3, -3, 31))
@@ -84,10 +85,10 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
     """Return the 16 random bits of each element of a tensor in one step.
 
-    Philox4x32-10 with the key `seed`. Its counter holds element / 256 * 32 + lane in the low, and the number
-    of the tensor in the high half; the lane is 16 for the second half of a block plus element % 16. To each
-    of the 4 words step * 0x9E379E37 is added: both halves go round by the golden ratio. Of the 8 values of 16
-    bits, element / 16 % 8 picks one. They are uniform in every step, and spread evenly over the steps.
+    Philox4x32-10 with the key `seed`. Its counter holds element / 256 * 16 + element % 16 in the low, and the
+    number of the tensor in the high half. To each of the 4 words step * 0x9E379E37 is added: both halves go
+    round by the golden ratio. Of the 8 values of 16 bits, element / 16 % 8 picks one; the top bit is flipped
+    in the second half of a block of 256. They are uniform in every step, and spread evenly over the steps.
 
     Args:
         seed: 64 bits.
@@ -101,7 +102,7 @@ def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
     i = torch.arange(numel)
-    counter = i // BLOCK * 32 + i % BLOCK // 128 * 16 + i % 16
+    counter = i // BLOCK * 16 + i % 16
     mask = 0xFFFFFFFF
     c = [counter & mask, counter >> 32, torch.full_like(i, number & mask), torch.full_like(i, number >> 32)]
     k0, k1 = seed & mask, seed >> 32 & mask
@@ -118,7 +119,7 @@ def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
     c = [(word + step * 0x9E379E37) & mask for word in c]
     words = torch.stack([w for word in c for w in (word & 0xFFFF, word >> 16)])
-    return words.gather(0, (i // 16 % 8)[None])[0]
+    return words.gather(0, (i // 16 % 8)[None])[0] ^ (i // 128 % 2 * 0x8000)
 
 
 def round_bf16(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
@@ -141,16 +142,24 @@ def round_bf16(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
     return (size | bits & -0x80000000).int().view(torch.float32).bfloat16()
 
 
-def _encode(x: torch.Tensor, parts: tuple[tuple[int, int, int], ...], least: int) -> torch.Tensor:
-    """Return codes of x in [0, 1] with 16 bits behind the point, at least `least`."""
-    bits = x.view(torch.int32).long()
+def _bits(x: torch.Tensor) -> torch.Tensor:
+    return x.view(torch.int32).long()
+
+
+def _float(bits: torch.Tensor) -> torch.Tensor:
+    return bits.int().view(torch.float32)
+
+
+def _encode(bits: torch.Tensor, parts: tuple[tuple[int, int, int], ...], least: int) -> torch.Tensor:
+    """Return codes of floats in [0, 1] with 16 bits behind the point, at least `least`."""
     codes = [((bits - (127 + e << 23)) >> 7 - mantissa) + (code << 16) for mantissa, e, code in parts]
     return torch.stack(codes).amax(0).clamp(min=least << 16)
 
 
 def _decode(codes: torch.Tensor, parts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
+    """Return the bits of the floats that codes stand for; not for code 0."""
     bits = [(codes - code << 23 - mantissa) + (127 + e << 23) for mantissa, e, code in parts]
-    return torch.where(codes == 0, 0.0, torch.stack(bits).amin(0).int().view(torch.float32))
+    return torch.stack(bits).amin(0)
 
 
 def encode_int8(
@@ -163,10 +172,11 @@ def encode_int8(
     """Pack moments into one byte each.
 
         s = max(root, 2^-62) if root > 0;  v_scale = max(s);  v_code = round(s / v_scale), never 0 for s > 0
-        r = m / s;  m_scale = max(|r|) to 20 bits;  m_code = sign(r), round(|r| / m_scale)
+        r = |m| / s;  m_scale = max(r);  m_code = sign(m), round(r / m_scale)
 
-    in blocks of 256 elements. A code of s has 32 values an octave down to 2^-4 and 16 down to 2^-12, one of
-    |r| has 32 down to 2^-3 and 8 down to 2^-7; both hold 0 and 1. A block with NaN or infinity becomes NaN.
+    in blocks of 256 elements. Divisions by s and m_scale are differences of the bits of floats, which is about
+    the same and undone exactly. A code of s has 32 values an octave down to 2^-4 and 16 down to 2^-12, one of r
+    has 32 down to 2^-3 and 8 down to 2^-7; both hold 0 and 1. In a block with NaN or infinity all v become NaN.
 
     Args:
         exp_avg: m, float32, flat.
@@ -183,32 +193,29 @@ def encode_int8(
     n = root.numel()
     smallest = 1.25 * 2.0**-63 if random is None else 2.0**-62
     random = torch.full((n,), _NEAREST) if random is None else random
-    m, s, bits = (
-        torch.nn.functional.pad(t, (0, -n % BLOCK)).view(-1, BLOCK) for t in (exp_avg, root, random)
-    )
+    pad = (0, -n % BLOCK)
+    m, s, chance = (torch.nn.functional.pad(t, pad).view(-1, BLOCK) for t in (exp_avg, root, random))
     s = torch.where(s == 0, 0.0, s.clamp(min=smallest))
-    r = torch.where(s == 0, 0.0, m / s)
-    v_scale = torch.where(s.isfinite().all(1), s.amax(1), math.nan)
-    up = (1.0 / v_scale).view(torch.int32).add(1).view(torch.float32)  # so that the largest is never below 1
-    v_code = _encode((s * up[:, None]).clamp(max=1.0), _ROOT, 1) + bits >> 16
+    m = torch.where(s == 0, 0.0, m)
+    r = _bits(m.abs()) - _bits(s).clamp(min=0x20000000)
+    most = r.amax(1)
+    good = s.isfinite().all(1) & m.isfinite().all(1) & (most < 128 << 23)
+    v_scale = torch.where(good, s.amax(1), math.nan)
+    up = _float(_bits(1.0 / v_scale) + 1)  # so that the largest is never below 1
+    v_code = _encode(_bits((s * up[:, None]).clamp(max=1.0)), _ROOT, 1) + chance >> 16
     v_code = torch.where((s > 0) & (v_scale > 0)[:, None], v_code, 0)
-    most = r.abs().amax(1)
-    m_scale = ((most.view(torch.int32) + 8) & ~15).view(
-        torch.float32
-    )  # 20 bits, so that it can be found again
-    m_scale = torch.where(most < 2.0**-40, 0.0, m_scale)
-    m_scale = torch.where(m_scale.isfinite() & ~v_scale.isnan(), m_scale, math.nan)
-    inverse = 1.0 / m_scale * (1.0 + 2.0**-18)
-    chance = torch.full_like(bits, _NEAREST) if nearest else bits
-    size = _encode((r.abs() * inverse[:, None]).clamp(max=1.0), _RATIO, 0) + chance >> 16
-    m_code = torch.where((m_scale > 0)[:, None], size + 128 * r.signbit(), 0)
+    some = (v_scale > 0) & (most >= -40 << 23)
+    m_scale = torch.where(some, _float(torch.where(some, most + _ONE, 0)), torch.where(good, 0.0, math.nan))
+    chance = torch.full_like(chance, _NEAREST) if nearest else chance
+    size = _encode((r - most[:, None] + _ONE).clamp(min=0), _RATIO, 0) + chance >> 16
+    m_code = torch.where(some[:, None], size + 128 * m.signbit(), 0)
     return m_code.byte().view(-1)[:n], v_code.byte().view(-1)[:n], m_scale, v_scale
 
 
 def decode_int8(
     m_code: torch.Tensor, v_code: torch.Tensor, m_scale: torch.Tensor, v_scale: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Unpack moments: s = v_scale code, v = s^2, m = (m_scale code) s. Packed again they give the same bytes.
+    """Unpack moments: s = v_scale code, v = s^2, m = m_scale code s. Packed again they give the same bytes.
 
     Args:
         m_code: uint8, flat.
@@ -221,9 +228,11 @@ def decode_int8(
     """
     n = v_code.numel()
     scales = [t.repeat_interleave(BLOCK)[:n] for t in (m_scale, v_scale)]
-    root = _decode(v_code.long(), _ROOT) * scales[1]
-    size = _decode(m_code.long() & 127, _RATIO)
-    return torch.where(m_code > 127, -size, size) * scales[0] * root, root * root
+    root = torch.where(v_code > 0, _float(_decode(v_code.long(), _ROOT)), 0.0) * scales[1]
+    code = m_code.long() & 127
+    size = torch.where(code > 0, _decode(code, _RATIO) + _bits(scales[0]) + _bits(root) - 2 * _ONE, 0)
+    size = _float(size)
+    return torch.where(m_code > 127, -size, size), root * root
 
 
 def adamw_float32(

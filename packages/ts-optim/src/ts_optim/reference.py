@@ -174,9 +174,10 @@ def encode_int8(
         s = max(root, 2^-62) if root > 0;  v_scale = max(s);  v_code = round(s / v_scale), never 0 for s > 0
         r = |m| / s;  m_scale = max(r);  m_code = sign(m), round(r / m_scale)
 
-    in blocks of 256 elements. Divisions by s and m_scale are differences of the bits of floats, which is about
-    the same and undone exactly. A code of s has 32 values an octave down to 2^-4 and 16 down to 2^-12, one of r
-    has 32 down to 2^-3 and 8 down to 2^-7; both hold 0 and 1. In a block with NaN or infinity all v become NaN.
+    in blocks of 256 elements. Divisions by s and m_scale are differences of the bits of floats, which is
+    about the same and undone exactly. A code of s has 32 values an octave down to 2^-4 and 16 down to 2^-12,
+    one of r has 32 down to 2^-3 and 8 down to 2^-7; both hold 0 and 1. In a block with NaN or infinity all v
+    become NaN.
 
     Args:
         exp_avg: m, float32, flat.

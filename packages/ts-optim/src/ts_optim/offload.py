@@ -45,29 +45,29 @@ class OffloadAdamW(Reports):
     state dicts (both ways) work as with it, and fp32 results are within 3e-7 after 20 steps. t counts the
     steps of each parameter on its own; a parameter without a gradient is skipped, a frozen one owns no state.
 
-    Parameters and their state, in bytes of host memory a parameter (2 more for a 16-bit weight itself). The
-    moments are 8 of them in float32, 4 in bfloat16, 2.03 in int8:
+    Parameters and their state, in bytes of host memory a parameter with float32 / bfloat16 / int8 moments (2
+    more for a 16-bit weight itself):
 
-    - CPU, float32: updated in place; moments only: 8, 4, 2.03.
-    - CPU, bfloat16 / float16: an fp32 master is updated and rounded into the parameter in the same pass; 12,
-      8, 6.03. The parameter stays the truth: an element edited since the last step replaces its master.
+    - CPU, float32: updated in place; 8 / 4 / 2.03.
+    - CPU, bfloat16 / float16: an fp32 master is updated and rounded into the parameter in the same pass;
+      12 / 8 / 6.03. The parameter stays the truth: an element edited since the last step replaces its master.
     - CUDA, `place(param) == "host"`: the gradient is copied to the host, updated weights are copied back;
-      12, 8, 6.03, and a buffer for the gradient. Edits through `param.data` are not seen here; edit the
-      parameter. With `mode="gpu"` a CUDA kernel reads and writes page-locked host state in place instead, and
-      `step()` returns when it is complete there.
-    - CUDA, `place(param) == "device"`: state beside the parameter, CUDA kernel. Same bits in all these
-    places.
+      12 / 8 / 6.03, and a buffer for the gradient. Edits through `param.data` are not seen here; edit the
+      parameter. With `mode="gpu"` a CUDA kernel reads and writes page-locked host state in place instead
+      (float32 weights then need no copy on the host: 8 / 4), and `step()` returns when that is complete.
+    - CUDA, `place(param) == "device"`: state beside the parameter, CUDA kernel. The bits are the same.
     - float64: plain PyTorch, float64 moments, where the parameter is.
 
     **bfloat16 moments** are rounded stochastically: the 16 bits cut off are the chance to go up, so that
-    small changes (0.1 % of v a step) are neither lost nor biased. **int8 moments** are one byte each, in blocks
-    of 256 elements: s = sqrt(v) as an unsigned small float (32 values an octave down to 2^-4, 16 down to 2^-12)
-    times the block's largest s, rounded stochastically but never to 0; m / s as a signed one (32 an octave down
-    to 2^-3, 8 down to 2^-7) times the largest |m| / s, rounded to nearest (stochastically for beta1 >= 0.9375,
-    where nearest would keep it from decaying). m is 0 where v is, and its ratio to s never grows, so no update
-    can blow up when gradients stop. Weights miss those of float32 moments by about 0.4 % (bfloat16) and 1 %
-    (int8) of their movement after 30 steps. Random bits come from a counter (Philox: seed, parameter, element;
-    turned by the golden ratio in each step): results do not depend on threads, place or resuming.
+    small changes (0.1 % of v a step) are neither lost nor biased. **int8 moments** are one byte each, in
+    blocks of 256 elements: s = sqrt(v) as an unsigned small float (32 values an octave down to 2^-4, 16
+    down to 2^-12) times the block's largest s, rounded stochastically but never to 0; m / s as a signed one
+    (32 an octave down to 2^-3, 8 down to 2^-7) times the largest |m| / s, rounded to nearest
+    (stochastically for beta1 >= 0.9375, where nearest would keep it from decaying). m is 0 where v is, and
+    its ratio to s never grows, so no update can blow up when gradients stop. Weights miss those of float32
+    moments by about 0.4 % (bfloat16) and 1 % (int8) of their movement after 30 steps. Random bits come from
+    a counter (Philox: seed, parameter, element; turned by the golden ratio in each step): results do not
+    depend on threads, place or resuming.
 
     `step()` commits all updates: checks, norm, clipping factor, lr and decay are those of its call. Weights
     and state are complete when it returns (for "device" in the order of the current stream), but for guarded

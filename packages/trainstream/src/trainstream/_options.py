@@ -252,7 +252,6 @@ class WrapOptions:
             moments = None
         if moments is None:
             options.choice("moment_dtype", self.moment_dtype, tuple(_MOMENTS))
-        options.not_yet("moment_dtype", moments, ("float32",))
         self.moment_dtype = moments
         self.outliers = _auto_share("outliers", self.outliers, 0.1)
         self.keep_precise = _auto_share("keep_precise", self.keep_precise, 0.5)

@@ -91,7 +91,13 @@ def test_a_budget_gives_the_same_losses_and_a_table(tmp_path):
     assert "activations" in said
 
 
-@pytest.mark.parametrize("variable", ["TRAINSTREAM_RAM", "TRAINSTREAM_DISK"])
+def test_a_disk_budget_alone_puts_nothing_on_the_disk(monkeypatch):
+    assert models._files_for(merge({"disk": "1MiB"})) is None
+    monkeypatch.setenv("TRAINSTREAM_DISK", "1MiB")
+    assert models._files_for(Settings()) is None
+
+
+@pytest.mark.parametrize("variable", ["TRAINSTREAM_RAM"])
 def test_the_environment_counts_as_well(tmp_path, monkeypatch, variable):
     monkeypatch.setenv(variable, "64GiB")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))

@@ -151,6 +151,8 @@ def test_large_trained_weights_beside_a_gpu_have_their_state_on_the_host():
     assert (block.host, block.device) == (0, 8 * 1024 * 1025)  # that optimizer does not hold them
 
     class Holds(OffloadAdamW):
+        moment_format = "float32"
+
         def __init__(self):
             self.param_groups = [{"params": list(model.parameters())}]
 

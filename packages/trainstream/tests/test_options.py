@@ -60,7 +60,7 @@ NOW = {
     "profile": [True, False],
     "lr": [0, 1e-3],
     "verbose": [True, False],
-    "vram_budget": [None, 0, 1 << 30, "12GiB", "1.5G", "512 MB"],
+    "vram_budget": [None, 1, 1 << 30, "12GiB", "1.5G", "512 MB"],
     "ram_budget": [None, 1 << 30, "4096"],
     "disk_budget": [None, 0, "1TiB"],
     "schedule": ["auto", "microbatch"],
@@ -127,7 +127,7 @@ WRONG = {
     "profile": ["auto"],
     "lr": [-1e-3, float("nan"), "1e-3"],
     "verbose": [1],
-    "vram_budget": ["12 parsecs", -1, 1.5, "auto"],
+    "vram_budget": [0, "0", "12 parsecs", -1, 1.5, "auto"],
     "ram_budget": [-1, "", "-1GiB", [1]],
     "disk_budget": [True, "nan", 1 << 63],
     "schedule": ["random"],
@@ -207,6 +207,7 @@ def test_budgets_become_bytes(name):
 
 @given(st.sampled_from(sorted(BUDGETS)), st.integers(0, 2**63 - 1))
 def test_any_number_of_bytes_is_a_budget(name, size):
+    size += name != "disk_budget"  # no file at all is a budget; no memory at all is none
     assert getattr(WrapOptions.from_kwargs(**{name: size}), name) == size
     assert getattr(WrapOptions.from_kwargs(**{name: str(size)}), name) == size
 
@@ -218,7 +219,7 @@ def test_the_environment_gives_a_budget_where_no_option_does(name, variable, mon
     assert getattr(checked, name) == 8 << 30
     assert [getattr(checked, other) for other in BUDGETS if other != name] == [None, None]
     assert getattr(WrapOptions.from_kwargs(**{name: "1GiB"}), name) == 1 << 30
-    assert getattr(WrapOptions.from_kwargs(**{name: 0}), name) == 0
+    assert getattr(WrapOptions.from_kwargs(**{name: 1}), name) == 1
     monkeypatch.setenv(variable, "")
     assert getattr(WrapOptions.from_kwargs(), name) is None
 

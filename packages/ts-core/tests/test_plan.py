@@ -86,9 +86,9 @@ def test_the_table_folds_alike_blocks_and_adds_up():
         "layers.0 ... layers.2 (3)  block      disk    none   recompute    3.00 MiB",
         "layers.3 ... layers.4 (2)  block      device  none   recompute    2.00 MiB",
         "head                       head       device  none                5.00 MiB",
-        "device 3.00 GiB of 8.00 GiB planned",
-        "disk   6.00 MiB planned",
-        "slots  2",
+        "device      3.00 GiB of 8.00 GiB planned",
+        "disk        6.00 MiB planned",
+        "slots       2",
     ]
 
 

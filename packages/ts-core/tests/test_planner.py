@@ -227,7 +227,7 @@ def test_the_numbers_of_a_refusal():
     assert "377 B of RAM where 300 B may be used" in str(caught.value)
     assert "960 B of disk where 100 B may be used" in str(caught.value)
     assert "7 B of them for activations and temporaries" in str(caught.value)
-    with pytest.raises(DoesNotFitError, match="of the device where -5 B may be used"):
+    with pytest.raises(DoesNotFitError, match="of the device where 0 B may be used"):
         place(groups, Budgets(-5, 10_000, LOTS))
     with pytest.raises(DoesNotFitError, match="takes is 5 B of RAM where 0 B may be used"):
         place([GroupSpec("a", device=9, host=5, paged=9)], Budgets(9, 0, 0))

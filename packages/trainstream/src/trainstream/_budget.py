@@ -35,6 +35,7 @@ class Limits:
         used: Returns what is in use now on the compute tier, by the measure that `cap` is meant in.
         room: `cap` less a margin, what the governor plans with.
         device_cap: Bytes that PyTorch may reserve on the GPU, where ``vram_budget`` was given.
+        others: Bytes that something else in this process uses of the budget already.
     """
 
     budgets: Budgets
@@ -42,6 +43,7 @@ class Limits:
     used: Callable[[], int]
     room: int
     device_cap: int | None = None
+    others: int = 0
 
 
 def host_used() -> int:
@@ -120,7 +122,7 @@ def limits(
         )
         room = cap - spare
         budgets = Budgets(ram - spare, None, disk)
-        return Limits(budgets, cap, _Meter(cap), room)
+        return Limits(budgets, cap, _Meter(cap), room, others=others)
     return _device_limits(tensors, device, options, ram, disk)
 
 
@@ -142,4 +144,4 @@ def _device_limits(
         return torch.cuda.memory_allocated(device)
 
     room = usable + others
-    return Limits(Budgets(usable, ram, disk), cap, used, room, cap)
+    return Limits(Budgets(usable, ram, disk), cap, used, room, cap, others)

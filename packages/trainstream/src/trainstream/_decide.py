@@ -20,6 +20,7 @@ from ts_core.errors import DoesNotFitError
 from ts_core.memory import format_bytes
 from ts_core.plan import BlockPlan, Numerics, Plan
 from ts_core.planner import Budgets, GroupSpec, Layout, least, place
+from ts_core.usage import CONTEXT_BYTES
 from ts_optim import OffloadAdamW
 from ts_paging.pager import WeightPager
 
@@ -38,6 +39,7 @@ class Decided:
         adapts: Whether the session measures and adapts.
         hooked: Whether blocks need the runtime even where their weights stay.
         why: Lines about the ``"auto"`` options that were decided here.
+        reserve: Bytes of the device that the layout counts for activations and temporaries.
     """
 
     codec: str
@@ -47,6 +49,7 @@ class Decided:
     adapts: bool
     hooked: bool
     why: list[str]
+    reserve: int = 0
 
 
 def decide(
@@ -80,17 +83,20 @@ def decide(
         packed = frozen if codec != "none" else frozenset()
         return inventory.specs(device, optimizer, codec, options.quant_block_size, packed)
 
-    def decided(codec: str, layout: Layout, specs: list[GroupSpec], adapts: bool, why: list[str]) -> Decided:
+    def decided(
+        codec: str, layout: Layout, specs: list[GroupSpec], adapts: bool, why: list[str], held: int = 0
+    ) -> Decided:
         packed = frozen if codec != "none" else frozenset()
         hooked = want.hooked or adapts or bool(layout.paged)
-        return Decided(codec, packed, layout, specs, adapts, hooked, why)
+        return Decided(codec, packed, layout, specs, adapts, hooked, why, held)
 
     first = codecs if auto and options.prefer == "speed" else codecs[:1]
     for codec in first:
         layout = _comfortable(specs_of(codec), bounds.budgets, reserve, forced)
         if layout is not None:
             adapts = bounds.cap is not None and bool(inventory.blocks)
-            return decided(codec, layout, specs_of(codec), adapts, _why_codec(codec, auto, layout, bounds))
+            why = _why_codec(codec, auto, layout, bounds)
+            return decided(codec, layout, specs_of(codec), adapts, why, reserve)
     problem: DoesNotFitError | None = None
     everything = [
         unit_forced if unit_forced is not None else bool(unit.pageable)
@@ -163,12 +169,17 @@ def _refusal(
     """Say what is missing, and the nearest options that would fit."""
     assert callable(specs_of)
     specs = specs_of(codecs[-1])
-    name = "ram_budget" if bounds.budgets.host is None else "vram_budget"
-    used_by_others = max((bounds.cap or bounds.budgets.device) - bounds.budgets.device, 0)
+    cpu = bounds.budgets.host is None
+    name = "ram_budget" if cpu else "vram_budget"
+    smallest = least(specs, forced=list(forced))
+    # What is left unplanned grows with the budget; the GPU's context comes on top of what PyTorch holds.
+    need = int(smallest * 1.3) + bounds.others + (4 << 20 if cpu else CONTEXT_BYTES)
     hints = [
-        f"{name} of at least {format_bytes(least(specs, forced=list(forced)) + used_by_others)} (activations "
-        "come on top)"
+        f"{name} of at least {format_bytes(need)}, and for activations of 2,048 tokens about "
+        f"{format_bytes(reserve_for(inventory))} more"
     ]
+    if bounds.cap is not None and bounds.others:
+        hints.insert(0, f"{format_bytes(bounds.others)} less of other things that this process holds")
     if options.param_offload != "auto" and not all(forced):
         hints.append("param_offload='auto'")
     if options.quantize in ("none",) and any(
@@ -179,7 +190,7 @@ def _refusal(
     if trained:
         hints.append(f"fewer trained parameters than {trained:,} (LoRA)")
     hints.append("disk_offload= and disk_budget= with more room, or check_memory=False to try all the same")
-    return f"wrap(model): {problem}. What would fit: {'; '.join(hints)}"
+    return f"wrap(model): {problem}. What would help: {'; '.join(hints)}"
 
 
 def make_plan(
@@ -233,7 +244,8 @@ def make_plan(
             "disk": budgets.disk,
         },
         predicted={
-            "device": layout.device_bytes,
+            "device": layout.device_bytes - decided.reserve,
+            "activations": decided.reserve,
             "host": layout.host_bytes,
             "disk": layout.disk_bytes,
         },

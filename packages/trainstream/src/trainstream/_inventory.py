@@ -21,7 +21,8 @@ from ts_quant import QuantizedTensor
 
 __all__ = ["Inventory", "Unit", "reserve_for"]
 
-_MOMENTS = 8  # bytes per trained element: two fp32 moments
+#: Bytes of both moments per trained element; int8 ones have a scale for every 256.
+_MOMENTS = {"float32": 8, "bfloat16": 4, "int8": 2 + 2 * 4 / 256}
 _MASTER = 4  # and an fp32 weight where the parameter is not one
 _TOKENS = 2048  # of a micro-batch, where nobody has said how long one is
 
@@ -153,7 +154,8 @@ class Inventory:
         held = _trained_by(optimizer)
         cpu = device.type == "cpu"
         ours = isinstance(optimizer, OffloadAdamW)
-        return [self._spec(unit, cpu, ours, held, codec, block_size, packed) for unit in self.units]
+        moments = _MOMENTS[optimizer.moment_format] if isinstance(optimizer, OffloadAdamW) else 8
+        return [self._spec(unit, cpu, ours, held, moments, codec, block_size, packed) for unit in self.units]
 
     def _spec(
         self,
@@ -161,6 +163,7 @@ class Inventory:
         cpu: bool,
         ours: bool,
         held: frozenset[int],
+        moments: float,
         codec: str,
         block_size: int,
         packed: frozenset[int],
@@ -172,7 +175,7 @@ class Inventory:
 
         device = host = paged = scratch = foreign = 0
         for parameter in unit.pageable:
-            grad, state, on_host = _training_bytes(parameter, held, cpu)
+            grad, state, on_host = _training_bytes(parameter, held, cpu, moments)
             device += stored(parameter) + grad + (0 if on_host else state)
             host += state + grad if on_host else 0
             # A foreign optimizer keeps its state in RAM wherever the weight is.
@@ -180,7 +183,7 @@ class Inventory:
             foreign += 0 if ours or on_host else state
             # A loss in chunks adds up the gradient of the head piece by piece.
             scratch += 2 * grad if unit.group.kind == "head" else grad
-        fixed = sum(stored(p) + sum(_training_bytes(p, held, cpu)[:2]) for p in unit.fixed)
+        fixed = sum(stored(p) + sum(_training_bytes(p, held, cpu, moments)[:2]) for p in unit.fixed)
         device -= foreign
         around = unit.group.kind != "block" and all(gathers(module) for _, module in unit.modules)
         slot = 0 if around else SlotLayout([_like(p) for p in self._in_slot(unit)]).nbytes
@@ -213,7 +216,9 @@ def _trained_by(optimizer: Optimizer | None) -> frozenset[int]:
     return frozenset(id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad)
 
 
-def _training_bytes(parameter: Tensor, held: frozenset[int], cpu: bool) -> tuple[int, int, bool]:
+def _training_bytes(
+    parameter: Tensor, held: frozenset[int], cpu: bool, moments: float
+) -> tuple[int, int, bool]:
     """Bytes of gradient and optimizer state, and whether the state lives on the host while it is resident."""
     if not parameter.requires_grad:
         return 0, 0, False
@@ -222,7 +227,7 @@ def _training_bytes(parameter: Tensor, held: frozenset[int], cpu: bool) -> tuple
         return grad, 0, False
     on_host = not cpu and place_by_size(parameter) == "host"
     master = _MASTER if on_host or parameter.dtype in (torch.bfloat16, torch.float16) else 0
-    return grad, parameter.numel() * (_MOMENTS + master), on_host
+    return grad, int(parameter.numel() * (moments + master)), on_host
 
 
 def _like(parameter: Any) -> Tensor:

@@ -67,6 +67,13 @@ def _bytes(name: str, value: Any) -> int:
     return size
 
 
+def _budget(name: str, value: Any, source: str = "") -> int:
+    size = _bytes(name + source, value)
+    if size == 0 and name != "disk_budget":
+        raise OptionError(f"option {name}{source}: expected a size above 0, given {value!r}")
+    return size
+
+
 def _auto_share(name: str, value: Any, top: float) -> float:
     """``outliers`` and ``keep_precise``: 0, False, None, "auto", True or a fraction up to `top`."""
     if value is None or value is False:
@@ -206,7 +213,7 @@ class WrapOptions:
             options.not_yet("max_inflight_bytes", size, (None,))
         for name in ("vram_budget", "ram_budget", "disk_budget"):
             if getattr(self, name) is not None:
-                setattr(self, name, _bytes(name, getattr(self, name)))
+                setattr(self, name, _budget(name, getattr(self, name)))
         if self.device is not None:
             self.device = self._device(self.device)
         if self.blocks is not None and (
@@ -266,13 +273,14 @@ class WrapOptions:
         for variable, option in _BUDGET_VARIABLES.items():
             text = os.environ.get(variable)
             if text and getattr(self, option) is None:
-                setattr(self, option, _bytes(f"{option} (environment variable {variable})", text))
+                setattr(self, option, _budget(option, text, f" (environment variable {variable})"))
 
-    def notes(self, *, adapts: bool = False) -> list[str]:
+    def notes(self, *, adapts: bool = False, on_cpu: bool = False) -> list[str]:
         """Return one line for each ``"auto"`` that is not decided elsewhere.
 
         Args:
             adapts: Placement and activations are decided by measurement.
+            on_cpu: The model computes on the CPU.
         """
         lines = []
         if adapts:
@@ -283,6 +291,8 @@ class WrapOptions:
             )
         if self.outliers:
             lines.append(f"outliers={self.outliers:g} ignored: it applies to nvfp4 on tensor cores only")
+        if self.vram_budget is not None and on_cpu:
+            lines.append("vram_budget ignored: the model computes on the CPU")
         if self.prefer == "speed":
             lines.append("prefer=speed: a codec is taken before anything streams")
         for name, choice in (

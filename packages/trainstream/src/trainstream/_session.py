@@ -51,7 +51,8 @@ class Session:
         decisions: The lines that decided an ``"auto"`` option.
         adapting: True while the session still tunes itself.
         undo: What `unwrap()` calls beside taking back what it knows of.
-        history: Measurements of the latest steps: ``step``, ``step_s`` (seconds since the previous step),
+        history: Measurements of the latest steps: ``step``, ``step_s`` (seconds since the previous step, 0.0
+            for the first),
             ``device_peak_bytes`` (0 on the CPU) and ``host_peak_bytes`` (peak resident size of the process).
     """
 
@@ -123,7 +124,7 @@ class Session:
         self.history.append(
             {
                 "step": self.steps,
-                "step_s": now - self._last if self._last is not None else float("nan"),
+                "step_s": now - self._last if self._last is not None else 0.0,
                 "device_peak_bytes": torch.cuda.max_memory_allocated(self.plan.device) if cuda else 0,
                 "host_peak_bytes": host_peak_bytes(),
             }

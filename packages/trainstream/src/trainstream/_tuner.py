@@ -19,7 +19,7 @@ from trainstream._inventory import Inventory
 from trainstream._paging import Asked, Tiers
 from trainstream._staging import bring_back
 from ts_core.memory import format_bytes
-from ts_core.planner import GroupSpec
+from ts_core.planner import GroupSpec, layout_of
 from ts_core.usage import PeakSampler, release_free_memory
 from ts_optim import OffloadAdamW
 from ts_paging.governor import ActivationGovernor
@@ -143,7 +143,15 @@ class Tuner:
             )
             for index, row in enumerate(session.plan.blocks)
         )
-        session.plan = dataclasses.replace(session.plan, blocks=rows, slots=len(self._pager.slots))
+        layout = layout_of(self._specs, frozenset(self._paged), self._limits.budgets)
+        predicted = {
+            "device": layout.device_bytes,
+            "activations": self.governor.kept,
+            "host": layout.host_bytes,
+            "disk": layout.disk_bytes,
+        }
+        slots = len(self._pager.slots)
+        session.plan = dataclasses.replace(session.plan, blocks=rows, slots=slots, predicted=predicted)
 
     def _bring_back(self, session: Session, room: int) -> int:
         """Return units to the device while `room` lasts, blocks first; say how many."""

@@ -76,7 +76,8 @@ class Plan:
         slots: Device slots that serve paged blocks; 0 when none is paged.
         budgets: Bytes that may be used of ``device``, ``host`` and ``disk``; on a CPU run device and host are
             the same RAM.
-        predicted: Bytes that the placement takes of each, without activations and temporaries.
+        predicted: Bytes that the placement takes of each, and of ``activations`` beside ``device``: a guess
+            before anything was measured, then what is kept.
 
     Example:
         >>> plan = Plan(device="cpu", blocks=(BlockPlan("layers.0"),))
@@ -124,9 +125,9 @@ class Plan:
         for tier, predicted in self.predicted.items():
             if predicted:
                 of = f" of {format_bytes(self.budgets[tier])}" if tier in self.budgets else ""
-                lines.append(f"{tier:6} {format_bytes(predicted)}{of} planned")
+                lines.append(f"{tier:11} {format_bytes(predicted)}{of} planned")
         if self.slots:
-            lines.append(f"slots  {self.slots}")
+            lines.append(f"slots       {self.slots}")
         return "\n".join(lines)
 
     def to_dict(self) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from .errors import ArgumentError, DoesNotFitError
 from .memory import format_bytes
 
-__all__ = ["Budgets", "GroupSpec", "Layout", "least", "place"]
+__all__ = ["Budgets", "GroupSpec", "Layout", "layout_of", "least", "place"]
 
 _MIXES = 4096  # sets of groups to try at most
 
@@ -140,6 +140,28 @@ def place(
     raise DoesNotFitError(_refusal(best, budgets, reserve))
 
 
+def layout_of(
+    groups: Sequence[GroupSpec], paged: frozenset[int], budgets: Budgets, *, slots: int = 2
+) -> Layout:
+    """Say what a given choice of paged groups takes, without any reserve.
+
+    Args:
+        groups: As for `place`.
+        paged: Indices of the groups that are paged.
+        budgets: Decide which of them are on the host.
+        slots: Slots of the stack.
+
+    Returns:
+        The layout, whether it fits or not.
+
+    Example:
+        >>> block = GroupSpec("a", device=100, paged=100, slot=100)
+        >>> layout_of([block, block], frozenset({0}), Budgets(1000, None, 1000)).device_bytes
+        200
+    """
+    return _layout(groups, paged, budgets, slots, 0)
+
+
 def least(groups: Sequence[GroupSpec], *, forced: Sequence[bool | None] | None = None) -> int:
     """Return the bytes of the device that the smallest layout takes, without any reserve.
 
@@ -255,6 +277,8 @@ def _refusal(layout: Layout, budgets: Budgets, reserve: int) -> str:
     limits = (budgets.device, budgets.host or 0, budgets.disk)
     for name, need, limit, over in zip(names, needs, limits, _excess(layout, budgets), strict=True):
         if over:
-            parts.append(f"{format_bytes(need)} of {name} where {format_bytes(limit)} may be used")
+            parts.append(
+                f"{format_bytes(need)} of {name} where {format_bytes(max(limit, 0))} may be used"
+            )
     held = f", {format_bytes(reserve)} of them for activations and temporaries" if reserve else ""
     return f"the least that it takes is {' and '.join(parts)}{held}"

@@ -17,7 +17,6 @@ from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, OptionError
 from ts_core.memory import format_bytes, host_budget
 from ts_core.options import boolean, choice, fraction, integer, not_yet
-from ts_core.usage import keep_heap_tight
 from ts_paging.files import FileTensors
 
 from .build import build_model, import_transformers, initialize, load_config, move_buffers
@@ -441,8 +440,6 @@ def load_model(
             "with device='cpu' and let wrap(device=...) bring the weights to the GPU"
         )
     options = replace(options, files=open_files(disk_offload))
-    if options.files is not None:
-        keep_heap_tight()  # who wants the weights in files is short of RAM
     transformers = import_transformers()
     if isinstance(name_or_path, transformers.PretrainedConfig):
         if not boolean("random_weights", random_weights):

@@ -80,6 +80,11 @@ class Reports(torch.optim.Optimizer):
         """
         return self._norm
 
+    @property
+    def moment_format(self) -> str:
+        """How moments are stored: "float32", "bfloat16" or "int8"."""
+        return self._options.moments
+
     def stats(self) -> dict[str, Any]:
         """Count what the optimizer holds and did.
 

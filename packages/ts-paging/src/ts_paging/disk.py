@@ -379,8 +379,12 @@ class DiskStore:
         return StorageError(
             code,
             f"[DiskStore.write] no room for {key!r} in {self._folder.path.parent}: {wanted} bytes wanted "
-            f"({format_bytes(wanted)}), {free} bytes free ({format_bytes(free)}): {why}. Free space, or name "
-            "another directory",
+            f"({format_bytes(wanted)}), {free} bytes free ({format_bytes(free)}): {why}. "
+            + (
+                "Raise it (disk_budget=, --disk, TRAINSTREAM_DISK)"
+                if code == errno.EDQUOT
+                else "Free space, or name another directory"
+            ),
             str(self._folder.path.parent),
         )
 

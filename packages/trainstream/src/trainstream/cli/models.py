@@ -141,14 +141,8 @@ def load_base(
 
 
 def _files_for(settings: Settings) -> FileTensors | None:
-    """Make the files that hold the base, if RAM or disk have a budget."""
-    given = (
-        settings.ram,
-        settings.disk,
-        os.environ.get("TRAINSTREAM_RAM"),
-        os.environ.get("TRAINSTREAM_DISK"),
-    )
-    if not any(given):
+    """Make the files that hold the base, if RAM has a budget."""
+    if not (settings.ram or os.environ.get("TRAINSTREAM_RAM")):
         return None
     budget = settings.disk or os.environ.get("TRAINSTREAM_DISK") or None
     return FileTensors(settings.wrap.get("disk_offload") or tempfile.gettempdir(), budget=budget)

@@ -207,7 +207,7 @@ def test_budgets_become_bytes(name):
 
 @given(st.sampled_from(sorted(BUDGETS)), st.integers(0, 2**63 - 1))
 def test_any_number_of_bytes_is_a_budget(name, size):
-    size = max(size, name != "disk_budget")  # no file at all is a budget; no memory at all is none
+    size = max(size, int(name != "disk_budget"))  # no file at all is a budget; no memory at all is none
     assert getattr(WrapOptions.from_kwargs(**{name: size}), name) == size
     assert getattr(WrapOptions.from_kwargs(**{name: str(size)}), name) == size
 

@@ -166,6 +166,10 @@ def test_evaluation_and_generation_between_steps(kind, policy, device):
             losses.append(logits(model, device=device).tolist())
             ids = batch(4, device)
             settings = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0}
+            if (
+                kind == "mixtral"
+            ):  # with a cache, transformers 5.17 takes the router loss of a mask of another length
+                settings["output_router_logits"] = False
             for cache in (True, False):
                 mask = torch.ones_like(ids)
                 tokens = model.generate(input_ids=ids, attention_mask=mask, use_cache=cache, **settings)

@@ -277,8 +277,6 @@ def _refusal(layout: Layout, budgets: Budgets, reserve: int) -> str:
     limits = (budgets.device, budgets.host or 0, budgets.disk)
     for name, need, limit, over in zip(names, needs, limits, _excess(layout, budgets), strict=True):
         if over:
-            parts.append(
-                f"{format_bytes(need)} of {name} where {format_bytes(max(limit, 0))} may be used"
-            )
+            parts.append(f"{format_bytes(need)} of {name} where {format_bytes(max(limit, 0))} may be used")
     held = f", {format_bytes(reserve)} of them for activations and temporaries" if reserve else ""
     return f"the least that it takes is {' and '.join(parts)}{held}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import nn
@@ -160,14 +160,13 @@ def _why_codec(codec: str, auto: bool, layout: Layout, bounds: Limits) -> list[s
 def _refusal(
     problem: DoesNotFitError | None,
     inventory: Inventory,
-    specs_of: object,
+    specs_of: Callable[[str], list[GroupSpec]],
     codecs: list[str],
     forced: Sequence[bool],
     bounds: Limits,
     options: WrapOptions,
 ) -> str:
     """Say what is missing, and the nearest options that would fit."""
-    assert callable(specs_of)
     specs = specs_of(codecs[-1])
     cpu = bounds.budgets.host is None
     name = "ram_budget" if cpu else "vram_budget"

@@ -97,14 +97,12 @@ class Tiers:
     """Where what leaves the device goes: page-locked host memory under a GPU, and files under both.
 
     Attributes:
-        name: The tier right below the device: ``host`` or ``disk``.
         files: The files of the disk tier, made when the first one is needed.
     """
 
     def __init__(self, device: torch.device, directory: str | None, budget: int | None) -> None:
         """Nothing is made yet; `directory` None is a private folder in the system's temporary directory."""
         self.device = device
-        self.name = "host" if device.type == "cuda" else "disk"
         self.directory = directory
         self.files: FileTensors | None = None
         self._budget = budget
@@ -186,26 +184,21 @@ class Tiers:
 
 
 def hooked_edges(
-    model: nn.Module, inventory: Inventory, paged: dict[int, nn.Parameter]
+    inventory: Inventory, paged: dict[int, nn.Parameter]
 ) -> tuple[list[tuple[str, nn.Module]], list[str]]:
     """Return (path, module) of what is paged around the stack, and the paths of what computes after it."""
-    edges: list[tuple[str, nn.Module]] = []
-    tail: list[str] = []
-    for unit in inventory.units:
-        if unit.group.kind == "block":
-            continue
-        for name, module in unit.modules:
-            if any(id(p) in paged for p in module._parameters.values()):
-                edges.append((name, module))
-    heads = {
-        name for unit in inventory.units if unit.group.kind in ("norm", "head") for name in unit.group.modules
-    }
-    tail = [name for name, _ in edges if name in heads]
-    return edges, tail
+    around = [unit for unit in inventory.units if unit.group.kind != "block"]
+    edges = [
+        (name, module)
+        for unit in around
+        for name, module in unit.modules
+        if any(id(p) in paged for p in module._parameters.values())
+    ]
+    after = {name for unit in around if unit.group.kind in ("norm", "head") for name in unit.group.modules}
+    return edges, [name for name, _ in edges if name in after]
 
 
 def start_paging(
-    model: nn.Module,
     inventory: Inventory,
     want: Asked,
     layout: Layout,
@@ -229,5 +222,5 @@ def start_paging(
         (unit.group.name, unit.modules[0][1], want.policy[index])
         for index, unit in enumerate(inventory.blocks)
     ]
-    pager.attach(blocks, *hooked_edges(model, inventory, paged))
+    pager.attach(blocks, *hooked_edges(inventory, paged))
     return pager

@@ -97,7 +97,7 @@ def wrap(
         groups = block_map(model, checked.blocks)
         if decided.hooked or paged:
             inventory = Inventory(model, groups, blocks)
-            pager = start_paging(model, inventory, want, decided.layout, paged, tiers, checked)
+            pager = start_paging(inventory, want, decided.layout, paged, tiers, checked)
             undo.append(pager.detach)
             renamed = answer_with(model, device)
             undo += renamed

@@ -55,12 +55,13 @@ def model(count, **edges):
     return [embedding, *blocks, head]
 
 
-def bytes_of(groups, paged, limits, slots, reserve=0):
+def bytes_of(groups, paged, limits, slots, reserve=0, settled=frozenset()):
     """The rule, written down a second time: device, host and disk bytes of a set."""
     device = reserve + sum(g.fixed for g in groups)
     device += sum(g.device for i, g in enumerate(groups) if i not in paged)
+    device += sum(groups[i].slot for i in paged if i in settled)
     for of_stack, most in ((True, slots), (False, 1)):
-        slot = [groups[i].slot for i in paged if (groups[i].kind == "block") == of_stack]
+        slot = [groups[i].slot for i in paged if (groups[i].kind == "block") == of_stack and i not in settled]
         device += min(most, len(slot)) * max(slot, default=0)
     device += max([groups[i].scratch for i in paged], default=0)
     host = sum(g.host for i, g in enumerate(groups) if i not in paged)
@@ -91,39 +92,41 @@ def paged_bytes(groups, paged):
     return sum(groups[i].device for i in paged)
 
 
-@given(cases, budgets, st.integers(0, 30), st.integers(1, 3))
-def test_the_cheapest_set_that_fits_is_found_if_there_is_one(case, limits, reserve, slots):
+@given(cases, budgets, st.integers(0, 30), st.integers(1, 3), st.frozensets(st.integers(0, 6)))
+def test_the_cheapest_set_that_fits_is_found_if_there_is_one(case, limits, reserve, slots, settled):
     groups, forced = case
     found = {
         count: [
             paged_bytes(groups, s)
             for s in subsets(groups, forced)
-            if fits(bytes_of(groups, s, limits, count, reserve), limits)
+            if fits(bytes_of(groups, s, limits, count, reserve, settled), limits)
         ]
         for count in range(slots, 0, -1)
     }
     first = next((costs for costs in found.values() if costs), None)
     if first is None:
         with pytest.raises(DoesNotFitError):
-            place(groups, limits, reserve=reserve, forced=forced, slots=slots)
+            place(groups, limits, reserve=reserve, forced=forced, slots=slots, settled=settled)
         return
-    layout = place(groups, limits, reserve=reserve, forced=forced, slots=slots)
+    layout = place(groups, limits, reserve=reserve, forced=forced, slots=slots, settled=settled)
     assert paged_bytes(groups, layout.paged) == min(first)
 
 
-@given(cases, budgets, st.integers(0, 30), st.integers(1, 3))
-def test_a_layout_is_what_the_rule_says_and_fits(case, limits, reserve, slots):
+@given(cases, budgets, st.integers(0, 30), st.integers(1, 3), st.frozensets(st.integers(0, 6)))
+def test_a_layout_is_what_the_rule_says_and_fits(case, limits, reserve, slots, settled):
     groups, forced = case
     try:
-        layout = place(groups, limits, reserve=reserve, forced=forced, slots=slots)
+        layout = place(groups, limits, reserve=reserve, forced=forced, slots=slots, settled=settled)
     except DoesNotFitError:
         assume(False)
-    in_stack = sum(groups[i].kind == "block" for i in layout.paged)
+    assert set(layout.settled) == settled & layout.paged
+    in_stack = sum(groups[i].kind == "block" for i in layout.paged - settled)
     assert layout.slots <= min(slots, in_stack)
     assert (layout.slots > 0) == (in_stack > 0)
-    taken = bytes_of(groups, layout.paged, limits, layout.slots, reserve)
+    taken = bytes_of(groups, layout.paged, limits, layout.slots, reserve, settled)
     assert taken == (layout.device_bytes, layout.host_bytes, layout.disk_bytes)
     assert fits(taken, limits)
+    assert layout.fits(limits)
     assert len(layout.tiers) == len(groups)
     assert set(layout.tiers) <= ({"device", "disk"} if limits.host is None else {"device", "host", "disk"})
     on_disk = sum(g.paged for g, tier in zip(groups, layout.tiers, strict=True) if tier == "disk")

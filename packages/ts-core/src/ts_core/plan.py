@@ -30,6 +30,10 @@ class BlockPlan:
         codec: How frozen weights are stored: ``none`` or a registered codec's name.
         policy: ``keep``, ``offload`` or ``recompute`` of its saved activations.
         bytes: Bytes of its weights as stored under this plan.
+        settled: Whether it has a slot of its own: a copy of its weights stays on the device, and is brought
+            again only after an update.
+        optimizer: Where the state of its trained weights is updated: ``host``, ``device`` or ``disk`` (on
+            the host, from files); empty if nothing of it is trained.
     """
 
     name: str
@@ -38,10 +42,12 @@ class BlockPlan:
     codec: str = "none"
     policy: str = "keep"
     bytes: int = 0
+    settled: bool = False
+    optimizer: str = ""
 
 
-def _alike(block: BlockPlan) -> tuple[str, str, str, str, int]:
-    return block.kind, block.tier, block.codec, block.policy, block.bytes
+def _alike(block: BlockPlan) -> BlockPlan:
+    return dataclasses.replace(block, name="")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,14 +112,16 @@ class Plan:
 
     def table(self) -> str:
         """Return the plan as a table for people: one line per run of alike blocks, then the totals."""
-        rows = [("group", "kind", "tier", "codec", "activations", "bytes")]
+        rows = [("group", "kind", "tier", "codec", "activations", "optimizer", "bytes")]
         run: list[BlockPlan] = []
         for block in [*self.blocks, None]:
             if run and (block is None or _alike(run[-1]) != _alike(block)):
                 name = run[0].name if len(run) == 1 else f"{run[0].name} ... {run[-1].name} ({len(run)})"
                 policy = run[0].policy if run[0].kind == "block" else ""
                 size = format_bytes(sum(entry.bytes for entry in run))
-                rows.append((name, run[0].kind, run[0].tier, run[0].codec, policy, size))
+                first = run[0]
+                tier = f"{first.tier}+slot" if first.settled else first.tier
+                rows.append((name, first.kind, tier, first.codec, policy, first.optimizer, size))
                 run = []
             if block is not None:
                 run.append(block)

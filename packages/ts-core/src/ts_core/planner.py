@@ -27,7 +27,8 @@ class GroupSpec:
         name: Path of the group.
         kind: ``block``, ``embedding``, ``head``, ``norm`` or ``other``.
         fixed: On the device wherever the group is: adapters and buffers, their gradients and state.
-        device: Beside that on the device while the group is resident.
+        device: Beside that on the device while the group is resident: weights, gradients, state of their
+            optimizer.
         host: On the host while the group is resident (state of its optimizer); 0 on a CPU run.
         paged: Below the device while it is paged: weights as stored, gradients, optimizer state.
         slot: Of its decoded weights in a slot; 0 if it is used without one (a frozen embedding).
@@ -71,6 +72,7 @@ class Layout:
         device_bytes: Predicted on the device, the reserve included.
         host_bytes: Predicted on the host.
         disk_bytes: Predicted in files.
+        settled: Indices of the paged groups that have a slot of their own.
     """
 
     tiers: tuple[str, ...]
@@ -78,6 +80,11 @@ class Layout:
     device_bytes: int
     host_bytes: int
     disk_bytes: int
+    settled: tuple[int, ...] = ()
+
+    def fits(self, budgets: Budgets) -> bool:
+        """Whether no tier holds more than may be used of it."""
+        return not any(_excess(self, budgets))
 
     @property
     def paged(self) -> frozenset[int]:
@@ -92,11 +99,12 @@ def place(
     reserve: int = 0,
     forced: Sequence[bool | None] | None = None,
     slots: int = 2,
+    settled: frozenset[int] = frozenset(),
 ) -> Layout:
     """Page as few groups as the budgets allow.
 
     device = sum of fixed + sum of resident + slots x largest slot + one slot of the other groups
-             + largest scratch + reserve
+             + slots of their own + largest scratch + reserve
 
     Of what fits, the fewest bytes are paged, of blocks rather than of the groups around them; groups that
     take the same are spread evenly, so that each has a resident neighbour to arrive behind. Paged groups fill
@@ -108,6 +116,7 @@ def place(
         reserve: Bytes of the device for activations and temporaries.
         forced: For each group True (page it), False (keep it) or None (as needed).
         slots: Slots of the stack; fewer are taken only if nothing fits otherwise.
+        settled: Indices of groups that have a slot of their own if they are paged.
 
     Returns:
         The layout.
@@ -131,9 +140,9 @@ def place(
         raise ArgumentError(f"[place] slots: expected at least 1, given {slots}")
     best = None
     for count in range(slots, 0, -1):
-        for paged in _choices(groups, wanted):
-            layout = _layout(groups, paged, budgets, count, reserve)
-            if _fits(layout, budgets):
+        for paged in _choices(groups, wanted, settled):
+            layout = _layout(groups, paged, budgets, count, reserve, settled)
+            if layout.fits(budgets):
                 return layout
             best = _nearer(best, layout, budgets)
     assert best is not None  # there is always a choice: nothing more than what is forced
@@ -141,15 +150,23 @@ def place(
 
 
 def layout_of(
-    groups: Sequence[GroupSpec], paged: frozenset[int], budgets: Budgets, *, slots: int = 2
+    groups: Sequence[GroupSpec],
+    paged: frozenset[int],
+    budgets: Budgets,
+    *,
+    slots: int = 2,
+    settled: frozenset[int] = frozenset(),
+    reserve: int = 0,
 ) -> Layout:
-    """Say what a given choice of paged groups takes, without any reserve.
+    """Say what a given choice of paged groups takes.
 
     Args:
         groups: As for `place`.
         paged: Indices of the groups that are paged.
         budgets: Decide which of them are on the host.
         slots: Slots of the stack.
+        settled: As for `place`.
+        reserve: As for `place`.
 
     Returns:
         The layout, whether it fits or not.
@@ -159,15 +176,21 @@ def layout_of(
         >>> layout_of([block, block], frozenset({0}), Budgets(1000, None, 1000)).device_bytes
         200
     """
-    return _layout(groups, paged, budgets, slots, 0)
+    return _layout(groups, paged, budgets, slots, reserve, settled)
 
 
-def least(groups: Sequence[GroupSpec], *, forced: Sequence[bool | None] | None = None) -> int:
+def least(
+    groups: Sequence[GroupSpec],
+    *,
+    forced: Sequence[bool | None] | None = None,
+    settled: frozenset[int] = frozenset(),
+) -> int:
     """Return the bytes of the device that the smallest layout takes, without any reserve.
 
     Args:
         groups: As for `place`.
         forced: As for `place`.
+        settled: As for `place`.
 
     Returns:
         Bytes.
@@ -178,20 +201,24 @@ def least(groups: Sequence[GroupSpec], *, forced: Sequence[bool | None] | None =
     """
     wanted = list(forced) if forced is not None else [None] * len(groups)
     unlimited = Budgets(1 << 62, None, 1 << 62)
-    return min(_layout(groups, p, unlimited, 1, 0).device_bytes for p in _choices(groups, wanted))
+    return min(
+        _layout(groups, p, unlimited, 1, 0, settled).device_bytes for p in _choices(groups, wanted, settled)
+    )
 
 
-def _choices(groups: Sequence[GroupSpec], forced: Sequence[bool | None]) -> list[frozenset[int]]:
+def _choices(
+    groups: Sequence[GroupSpec], forced: Sequence[bool | None], settled: frozenset[int]
+) -> list[frozenset[int]]:
     """List the sets of paged groups to try, fewest bytes first.
 
     Groups that take the same are interchangeable, so it is enough to try every number of each sort. Where
     there are too many sorts for that, it is the blocks first, then the groups around them, and the reverse.
     """
     always = frozenset(i for i, force in enumerate(forced) if force)
-    sorts: dict[GroupSpec, list[int]] = {}
+    sorts: dict[tuple[GroupSpec, bool], list[int]] = {}
     for i, force in enumerate(forced):
         if force is None and groups[i].pageable:
-            sorts.setdefault(dataclasses.replace(groups[i], name=""), []).append(i)
+            sorts.setdefault((dataclasses.replace(groups[i], name=""), i in settled), []).append(i)
     if math.prod(len(members) + 1 for members in sorts.values()) <= _MIXES:
         counts = itertools.product(*[range(len(members) + 1) for members in sorts.values()])
         sets = [
@@ -228,12 +255,20 @@ def _in_order(groups: Sequence[GroupSpec], free: Sequence[int]) -> list[frozense
 
 
 def _layout(
-    groups: Sequence[GroupSpec], paged: frozenset[int], budgets: Budgets, slots: int, reserve: int
+    groups: Sequence[GroupSpec],
+    paged: frozenset[int],
+    budgets: Budgets,
+    slots: int,
+    reserve: int,
+    settled: frozenset[int],
 ) -> Layout:
-    in_slots = [groups[i].slot for i in paged if groups[i].kind == "block"]
-    around = [groups[i].slot for i in paged if groups[i].kind != "block"]
+    settled &= paged
+    sharing = paged - settled
+    in_slots = [groups[i].slot for i in sharing if groups[i].kind == "block"]
+    around = [groups[i].slot for i in sharing if groups[i].kind != "block"]
     used = min(slots, len(in_slots))
     device = reserve + sum(g.fixed for g in groups) + used * max(in_slots, default=0)
+    device += sum(groups[i].slot for i in settled)
     device += max(around, default=0) + max((groups[i].scratch for i in paged), default=0)
     device += sum(g.device for i, g in enumerate(groups) if i not in paged)
     host = sum(g.host for i, g in enumerate(groups) if i not in paged)
@@ -248,11 +283,7 @@ def _layout(
         else:
             disk += group.paged
             tiers.append("disk")
-    return Layout(tuple(tiers), used, device, host, disk)
-
-
-def _fits(layout: Layout, budgets: Budgets) -> bool:
-    return not any(_excess(layout, budgets))
+    return Layout(tuple(tiers), used, device, host, disk, tuple(sorted(settled)))
 
 
 def _excess(layout: Layout, budgets: Budgets) -> tuple[int, int, int]:

@@ -316,6 +316,15 @@ class PagedBlock:
         self._stamp = self.stamp()
         self.fills += 1
 
+    def same_weights(self, other: PagedBlock) -> bool:
+        """Whether another block has the same Parameters: its slot then holds what ours would."""
+        mine, theirs = self.parameters, other.parameters
+        return len(mine) == len(theirs) and all(a is b for a, b in zip(mine, theirs, strict=True))
+
+    def take_over(self, other: PagedBlock) -> None:
+        """Go on with what a block of the same weights has brought."""
+        self._stamp = other._stamp
+
     def seated(self) -> PagedBlock:
         """Return itself, once its Parameters are those that the module has now."""
         if not self._inside and any(place.get(key) is not p for place, key, p, _ in self._sites):

@@ -47,8 +47,10 @@ class WeightPager:
     """Pages the weights of blocks through slots.
 
     Blocks of the stack share `slots` slots, block b using slot b mod slots; the other paged modules
-    (embedding, head, norm) share one more. Where a Parameter's bytes live and how they are stored is a matter
-    of its tensor alone: in host memory, in a file of a `FileTensors`, plain or packed by a codec.
+    (embedding, head, norm) share one more. A module that was settled has a slot of its own instead: its
+    weights stay on the device, and are brought again only after they were written outside. Where a
+    Parameter's bytes live and how they are stored is a matter of its tensor alone: in host memory, in a file
+    of a `FileTensors`, plain or packed by a codec.
 
     Attributes:
         device: Where blocks compute.
@@ -169,10 +171,47 @@ class WeightPager:
                 bare.attach(None)
                 self.blocks[index] = bare
         self.pages = lambda parameter: id(parameter) not in parameters and pages(parameter)
+        self._forget_order()
+
+    def settle(self, names: Iterable[str]) -> None:
+        """Give paged modules a slot of their own, which they leave no more; between two steps.
+
+        Weights that an optimizer updates in host memory then cross to the device once a step, not once a
+        pass. Modules that hold the same Parameters share one. A graph that is still held keeps working: what
+        it saved asks for the same slot as before.
+
+        Args:
+            names: Of blocks and edges; those that page nothing, or gather rows, are left alone.
+
+        Raises:
+            torch.OutOfMemoryError: The device has no room; nothing is changed then.
+        """
+        chosen = set(names)
+        slots: dict[tuple[int, ...], Slot] = {}
+        moving: list[tuple[PagedBlock, Slot]] = []
+        for block in [*self.blocks, *self.edges]:
+            if block.name in chosen and block.slot is not None:
+                key = tuple(id(parameter) for parameter in block.parameters)
+                if key not in slots:
+                    slots[key] = Slot(block.layout.nbytes, self.device)
+                moving.append((block, slots[key]))
+        for block, slot in moving:
+            before = _slot_of(block)
+            self._finish(before)
+            block.detach()
+            settled = PagedBlock(self, block.name, block.module, block.policy)
+            settled.runs, settled.fills = block.runs, block.fills
+            settled.attach(slot)
+            place = self.blocks if block in self.blocks else self.edges
+            place[place.index(block)] = settled
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        """Modules or slots have changed: what followed what is learned anew."""
         self._next.clear()
         self._last = None
-        used = {id(block.slot) for block in [*self.blocks, *self.edges] if block.slot is not None}
-        self.slots = [slot for slot in self.slots if id(slot) in used]
+        used = {id(block.slot): block.slot for block in [*self.blocks, *self.edges] if block.slot is not None}
+        self.slots = [slot for slot in self.slots if used.pop(id(slot), None) is not None] + [*used.values()]
 
     def detach(self) -> None:
         """Stop paging; the Parameters are ordinary tensors with the true values, where these live."""
@@ -200,6 +239,9 @@ class WeightPager:
         if self.governor is not None and self.device.type == "cpu":
             self.governor.breathe()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
+            if slot.owner is not block and slot.owner is not None and block.same_weights(slot.owner):
+                block.take_over(slot.owner)
+                slot.owner = block
             if slot.owner is not block or (fresh and block.stale()):
                 self._start(block)
             self._finish(slot)
@@ -221,7 +263,7 @@ class WeightPager:
             not self._prefetch
             or follower is None
             or follower.slot is block.slot
-            or _slot_of(follower).owner is follower
+            or (_slot_of(follower).owner is follower and (backward or not follower.stale()))
             or (self.device.type == "cpu" and not follower.in_files())
             or any((entry := guard_of(p)) is not None and entry.pending for p in follower.parameters)
         ):

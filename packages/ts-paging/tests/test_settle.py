@@ -1,0 +1,154 @@
+"""Paged modules get slots of their own: the same bits, and each weight is brought once per update."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from test_unpage import EDGES, STACK, gradients, mover, train
+from test_weight_pager import LAYERS, batch, build, host, one, page
+
+from ts_core.guard import GuardedParameter
+from ts_core.testing import devices
+from ts_paging.files import FileTensors
+
+ALL = [*STACK, *EDGES]
+
+
+def steps(model, device, count, between=lambda step: None):
+    """Train with host gradients and a host optimizer, as a wrapped model does."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-2, momentum=0.9)
+    losses = []
+    for step in range(count):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        losses.append(one(model, batch(device, step))[0].item())
+        optimizer.step()
+        between(step)
+    return losses
+
+
+def assert_same(model, plain):
+    for (name, p), q in zip(model.named_parameters(), plain.named_parameters(), strict=True):
+        assert torch.equal(p, q[1].cpu()), name
+
+
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("in_files", [False, True])
+def test_every_module_settles_at_once(policy, tied, in_files, tmp_path):
+    files = FileTensors(tmp_path) if in_files else None
+    plain, model = build(tied), host(build(tied), files)
+    pager = page(model, "cpu", 2, policy, files)
+    expected = train(plain, 4)
+    assert train(model, 4, lambda step: step == 1 and pager.settle(ALL)) == expected
+    assert_same(model, plain)
+    assert len(pager.slots) == LAYERS + (2 if tied else 3)
+    assert [block.policy for block in pager.blocks] == [policy] * LAYERS
+    assert all(type(p) is GuardedParameter for p in model.parameters() if p.requires_grad)
+    pager.detach()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    if files is not None:
+        files.close()
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_weight_is_brought_once_for_every_update(policy, tied, device):
+    model, settled = host(build(tied)), host(build(tied))
+    page(model, device, 2, policy)
+    pager = page(settled, device, 2, policy)
+    pager.settle(ALL)
+    assert steps(settled, device, 3) == steps(model, device, 3)
+    assert_same(settled, model)
+    counts = {b.name: b.fills for b in [*pager.blocks, *pager.edges]}
+    # The frozen weight of a block comes along; tied modules bring theirs once between them.
+    assert all(counts[name] == 3 for name in STACK), counts
+    assert sum(counts[name] for name in EDGES) == (6 if tied else 9), counts
+    with torch.no_grad():
+        for _ in range(3):
+            settled.loss(batch(device))
+    again = {b.name: b.fills for b in [*pager.blocks, *pager.edges]}
+    assert all(again[name] == 4 for name in STACK), again
+
+
+@given(
+    st.lists(st.sampled_from(ALL), unique=True),
+    st.lists(st.sampled_from(ALL), unique=True),
+    st.lists(st.sampled_from(["keep", "offload", "recompute"]), min_size=LAYERS, max_size=LAYERS),
+    st.integers(1, 3),
+    st.booleans(),
+)
+def test_some_settle_and_some_return(settling, returning, policies, slots, first):
+    plain, model = build(), host(build())
+    pager = page(model, "cpu", slots, policies)
+
+    def between(step):
+        if step == (0 if first else 1):
+            pager.settle(settling)
+        elif step == (1 if first else 0):
+            pager.unpage(returning, mover("cpu"))
+
+    assert train(model, 4, between) == train(plain, 4)
+    assert_same(model, plain)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_a_graph_from_before_gives_the_right_gradients(policy, device):
+    plain = build().to(device)
+    torch.manual_seed(0)
+    expected = plain.loss(batch(device))
+    expected.backward()
+    model = host(build())
+    pager = page(model, device, 2, policy)
+    torch.manual_seed(0)
+    loss = model.loss(batch(device))
+    pager.settle(["layers.1", "layers.4", "head"])
+    torch.manual_seed(0)
+    later = model.loss(batch(device))
+    loss.backward()
+    assert loss.item() == later.item() == expected.item()
+    wanted = gradients(plain)
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, wanted[name]), name
+    model.zero_grad()
+    later.backward()
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, wanted[name]), name
+
+
+def test_no_room_changes_nothing(monkeypatch):
+    model, plain = host(build()), build()
+    pager = page(model, "cpu")
+    blocks, slots, made = list(pager.blocks), list(pager.slots), []
+
+    class Scarce:
+        def __init__(self, nbytes, device):
+            made.append(nbytes)
+            if len(made) == 3:
+                raise torch.OutOfMemoryError("no room")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("ts_paging.pager.Slot", Scarce)
+        with pytest.raises(torch.OutOfMemoryError, match="no room"):
+            pager.settle(ALL)
+    assert pager.blocks == blocks
+    assert pager.slots == slots
+    assert train(model, 3) == train(plain, 3)
+
+
+def test_a_write_outside_reaches_the_slot():
+    model, plain = host(build()), build()
+    pager = page(model, "cpu")
+    pager.settle(ALL)
+    for current in (model, plain):
+        torch.manual_seed(0)
+        one(current, batch("cpu"))
+        with torch.no_grad():
+            current.layers[2].gate.weight.mul_(0.5)
+            current.head.weight.detach().numpy()[0] = 0.25
+    torch.manual_seed(1)
+    got = model.loss(batch("cpu")).item()
+    torch.manual_seed(1)
+    assert got == plain.loss(batch("cpu")).item()

@@ -3,6 +3,7 @@
 Here, where the repository and nvcc are:
 
     python tools/gpu_run.py pack --rivals
+    python tools/gpu_run.py pack --rivals torchao,deepspeed
     rsync -a .gpu/ gpu-machine:trainstream-gpu/
 
 There, where a Python with torch and a GPU are (the script travels in the folder):
@@ -13,7 +14,8 @@ There, where a Python with torch and a GPU are (the script travels in the folder
 
 `pack` builds or reuses the wheels for one CUDA architecture and gathers them with the tests, the benchmarks
 and what the other Python lacks. `run` installs the wheels into a folder of its own, changes nothing else on
-the machine, and leaves logs, junit files, JSON lines and a summary in `--out`.
+the machine, and leaves logs, junit files, JSON lines and a summary in `--out`. A rival that has no wheel
+travels as its source and is installed there without its compiled parts, which it makes when first used.
 """
 
 from __future__ import annotations
@@ -37,7 +39,26 @@ from pathlib import Path
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parent
 TRAVELS = ("tests", "benchmarks", "examples", "pyproject.toml")
-RIVALS = ("bitsandbytes==0.50.2", "liger-kernel")
+# What each rival needs beside torch, transformers, numpy and what comes with them.
+RIVALS = {
+    "bitsandbytes": ("bitsandbytes==0.50.2",),
+    "liger": ("liger-kernel",),
+    "torchao": ("torchao==0.18.0",),
+    "deepspeed": (
+        "deepspeed==0.19.8",
+        "hjson",
+        "py-cpuinfo",
+        "pydantic==2.14.4",
+        "pydantic-core==2.50.5",
+        "typing-inspection",
+        "annotated-types",
+        "msgpack",
+        "einops",
+        "ninja",
+    ),
+}
+# Published as source alone.
+SOURCES = ("deepspeed",)
 # The libraries of bitsandbytes that such a machine can load; the others are nine tenths of its wheel.
 BITSANDBYTES_KEEPS = re.compile(r"libbitsandbytes_(cpu|cuda130)\.so$")
 LIMIT_BYTES = 60 * 2**20
@@ -75,8 +96,13 @@ def check_record(wheel: Path) -> None:
 
 
 def download(requirement: str, python: str, folder: Path) -> None:
-    """Fetch one wheel for another Python, without its dependencies."""
-    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+    """Fetch one wheel for another Python, or a source, without its dependencies."""
+    command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps"]
+    if requirement.partition("==")[0] in SOURCES:
+        command += ["--no-binary=:all:", "--dest", str(folder), requirement]
+        subprocess.run(command, check=True, env={**os.environ, "DS_BUILD_OPS": "0"})
+        return
+    command.append("--only-binary=:all:")
     # pip takes a platform tag literally: the newest glibc first would miss wheels tagged for an older one.
     for glibc in ("2_34", "2_28", "2_27", "2_24", "2_17"):
         command += ["--platform", f"manylinux_{glibc}_x86_64"]
@@ -111,7 +137,8 @@ def pack(args: argparse.Namespace) -> int:
             elif source.is_file():
                 copy.parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(source, copy)
-    for requirement in ["nanobind-backend", *(RIVALS if args.rivals else ()), *args.extra]:
+    rivals = [requirement for name in args.rivals for requirement in RIVALS[name]]
+    for requirement in ["nanobind-backend", *rivals, *args.extra]:
         download(requirement, args.python, folder)
     for wheel in folder.glob("bitsandbytes-*.whl"):
         trim_bitsandbytes(wheel)
@@ -135,6 +162,14 @@ def pack(args: argparse.Namespace) -> int:
     return 0
 
 
+def rivals(text: str) -> list[str]:
+    """Names of rivals separated by commas."""
+    names = text.split(",")
+    if unknown := sorted(set(names) - set(RIVALS)):
+        raise argparse.ArgumentTypeError(f"unknown {', '.join(unknown)}; there are {', '.join(RIVALS)}")
+    return names
+
+
 # ---- run: on the machine with the GPU ----
 
 
@@ -142,8 +177,16 @@ def install(bundle: Path, site: Path) -> None:
     """Install all wheels of the bundle into `site`, asking no index and no installed package."""
     shutil.rmtree(site, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    command += ["--no-cache-dir", "--target", str(site)]
     wheels = sorted(str(path) for path in (bundle / "wheels").glob("*.whl"))
-    subprocess.run([*command, "--no-cache-dir", "--target", str(site), *wheels], check=True)
+    subprocess.run([*command, *wheels], check=True)
+    path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path, "DS_BUILD_OPS": "0"}
+    for source in sorted((bundle / "wheels").glob("*.tar.gz")):
+        # A rival that does not install is missing in the comparison, no more.
+        done = subprocess.run([*command, "--no-build-isolation", str(source)], env=env, check=False)
+        if done.returncode:
+            print(f"warning: {source.name} did not install", file=sys.stderr)
 
 
 def missing(site: Path) -> list[str]:
@@ -290,7 +333,15 @@ def main() -> int:
     one.add_argument("packages", nargs="*", help="default: all")
     one.add_argument("--arch", default="90a", help="CUDA architecture (default %(default)s: H100, H200)")
     one.add_argument("--python", default="3.12", help="Python of the GPU machine (default %(default)s)")
-    one.add_argument("--rivals", action="store_true", help=f"bring {' and '.join(RIVALS)} for comparison")
+    one.add_argument(
+        "--rivals",
+        type=rivals,
+        nargs="?",
+        const=list(RIVALS),
+        default=[],
+        metavar="NAME,...",
+        help=f"bring what is compared with, all or some of {', '.join(RIVALS)}",
+    )
     one.add_argument(
         "--extra", action="append", default=[], metavar="REQUIREMENT", help="bring one more wheel"
     )

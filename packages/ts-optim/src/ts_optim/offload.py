@@ -15,12 +15,12 @@ from ts_core.errors import ArgumentTypeError, OptionError
 from ts_core.options import boolean
 from ts_core.trace import span
 
-from ._ops import grad_sumsq
 from .checkpoint import checked_groups, checked_states
 from .deferred import PendingUpdates, Update, await_others, by_rank, is_deferrable
 from .hooks import BackwardCounter
 from .kernel import Clock, Measures, PlainUpdate, Terms, call_kernel, update_double
 from .moments import MOMENT_DTYPES
+from .norms import measured, square_sums
 from .options import Hyper, OffloadOptions, check_group, hyper_of
 from .placement import MemoryProvider, PlacePolicy, place_by_size
 from .reports import Reports, decoded
@@ -365,6 +365,32 @@ class OffloadAdamW(Reports):
             )
         self._maker.provider = provider
 
+    @property
+    def mode(self) -> str:
+        """Where state in host memory is updated, as asked for: "cpu", "gpu" or "auto"."""
+        return self._options.mode
+
+    @property
+    def placement(self) -> PlacePolicy:
+        """Where the state of a CUDA parameter lives."""
+        return self._maker.policy
+
+    def set_placement(self, policy: PlacePolicy) -> None:
+        """Say where state made from now on lives: at the first step, on loading, by `rehouse`.
+
+        Args:
+            policy: Called with a CUDA parameter, returns "host" or "device"; see `place_by_size`. Copies and
+                pickles of the optimizer have the one it was made with.
+
+        Raises:
+            ArgumentTypeError: Not callable.
+        """
+        if not callable(policy):
+            raise ArgumentTypeError(
+                f"[OffloadAdamW.set_placement] policy: expected a function of a parameter, given {policy!r}"
+            )
+        self._maker.policy = policy
+
     def rehouse(self, params: Iterable[torch.Tensor]) -> None:
         """Move the state of parameters to where it belongs now; the bytes stay the same.
 
@@ -489,7 +515,7 @@ class OffloadAdamW(Reports):
         states = self._make_states(stale, copy=False)
         slots = {param: self._maker.make_slot(param, state, key_of(param)) for param, state in states}
         works = [
-            Work(index, group, slot, flat_gradient(slot, grad))
+            Work(index, group, slot, flat_gradient(slot, grad), measured(param, grad))
             for index, group, param, grad in found
             for slot in [slots.get(param) or self._slots[param]]
         ]
@@ -502,21 +528,6 @@ class OffloadAdamW(Reports):
         self._slots.update(slots)
         return works
 
-    def _square_sums(self, works: list[Work]) -> list[float]:
-        """Sum of squares of each gradient, wherever it is, in the same tree."""
-        sums = [0.0] * len(works)
-        by_device: dict[torch.device, list[int]] = {}
-        for i, work in enumerate(works):
-            if work.grad.dtype is torch.float64:
-                sums[i] = float(work.grad.square().sum())
-            else:
-                by_device.setdefault(work.grad.device, []).append(i)
-        for indices in by_device.values():
-            values = grad_sumsq([works[i].grad for i in indices], self._options.threads or 0)
-            for i, value in zip(indices, values.tolist(), strict=True):
-                sums[i] = value
-        return sums
-
     def _scale(self, works: list[Work]) -> float | None:
         """What gradients are multiplied with (loss scale and clipping); None: skip this step."""
         self._norm = self._nonfinite = None
@@ -528,7 +539,7 @@ class OffloadAdamW(Reports):
         if not self._options.needs_norm:
             return scale
         start = time.perf_counter()
-        sums = self._square_sums(works)
+        sums = square_sums(works, self._options.threads or 0)
         # In the order of parameters, so that placement does not change the rounding.
         total = 0.0
         for value in sums:

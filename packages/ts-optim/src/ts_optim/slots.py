@@ -188,7 +188,8 @@ class StateMaker:
         self._moments = moments
         self._ema = ema
         self._in_place = in_place
-        self._place = place
+        #: Where the state of a CUDA parameter lives.
+        self.policy = place
         self._pin = pin
         #: Gives memory for the state of some parameters; None for all is the default.
         self.provider: MemoryProvider | None = None
@@ -205,7 +206,7 @@ class StateMaker:
             return "host"
         if param.dtype is torch.float64:
             return "device"
-        place = self._place(param)
+        place = self.policy(param)
         if place not in ("host", "device"):
             raise ArgumentError(
                 f"[OffloadAdamW] place: expected 'host' or 'device' for a parameter of shape "

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
+from torch.utils.weak import TensorWeakRef
 
 from .errors import StateError
 
@@ -76,6 +77,7 @@ _SILENT = frozenset(
     for name in ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
     if (kernel := getattr(torch, name, None)) is not None
 )
+_READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
 Divert = Callable[[Any, Tensor], None]
 _table: dict[int, Guard] = {}
 
@@ -92,11 +94,14 @@ class Guard:
         hooks: Gradient hooks, run on the sum of a backward pass before it lands in ``.grad``.
         landed_hooks: Hooks run on the Parameter after that.
         divert: Takes a gradient that reached the Parameter itself (a penalty computed on it).
+        wide_memory: Gives fp32 host memory for its accumulated gradient, or None; whoever lands gradients
+            sets it before the hooks run.
     """
 
     __slots__ = (
         "__weakref__",
         "_before",
+        "_measured",
         "divert",
         "escaped",
         "hooks",
@@ -104,6 +109,7 @@ class Guard:
         "parameter",
         "pending",
         "rank",
+        "wide_memory",
     )
 
     def __init__(self, parameter: nn.Parameter, divert: Divert) -> None:
@@ -116,7 +122,9 @@ class Guard:
         native: Any = parameter  # torch's stubs know these attributes otherwise
         self.hooks: Any = native._backward_hooks or OrderedDict()
         self.landed_hooks: Any = native._post_accumulate_grad_hooks or OrderedDict()
+        self.wide_memory: Callable[[Tensor], Tensor] | None = None
         self._before: Tensor | None = None
+        self._measured: tuple[TensorWeakRef, int, float] | None = None
         if parameter.requires_grad:
             native._backward_hooks = OrderedDict({0: self._arrives})
             native._post_accumulate_grad_hooks = OrderedDict({0: self._arrived})
@@ -140,6 +148,29 @@ class Guard:
         # Never None: torch would leave ours in place.
         native._backward_hooks = self.hooks
         native._post_accumulate_grad_hooks = self.landed_hooks
+
+    def note_square_sum(self, grad: Tensor, value: float) -> None:
+        """Keep the sum of squares of a gradient that has just landed.
+
+        Args:
+            grad: What ``.grad`` holds now; not kept alive.
+            value: Sum of the squares of its elements in the order of memory, in float64.
+        """
+        self._measured = TensorWeakRef(grad), grad._version, value
+
+    def square_sum_of(self, grad: Tensor) -> float | None:
+        """Return what was noted for a gradient, or None.
+
+        None as soon as it is another tensor, its version has moved, or somebody has read ``.grad`` through
+        the Parameter since it landed: what was read can be edited without a trace (``p.grad.data``).
+
+        Args:
+            grad: What ``.grad`` holds now, read without asking the Parameter's class.
+        """
+        if self._measured is None:
+            return None
+        reference, version, value = self._measured
+        return value if reference() is grad and grad._version == version else None
 
     def wait(self) -> None:
         """Wait for the update under way, if any.
@@ -173,6 +204,8 @@ class GuardedParameter(nn.Parameter):
                         entry.wait()
                     if func in _ESCAPES:
                         entry.escaped = True
+                    if func == _READS_GRAD:
+                        entry._measured = None
             elif isinstance(value, (list, tuple)):
                 for each in value:
                     if type(each) is cls:

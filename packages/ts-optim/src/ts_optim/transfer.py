@@ -25,12 +25,14 @@ class Work:
         group: Index of its parameter group.
         slot: Its slot.
         grad: Its gradient, flat, in the element order of the slot.
+        square_sum: Of the gradient, if it was measured before it came to the host.
     """
 
     index: int
     group: int
     slot: Slot
     grad: torch.Tensor
+    square_sum: float | None = None
 
 
 @dataclass

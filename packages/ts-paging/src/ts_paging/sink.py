@@ -3,13 +3,18 @@
 Contributions of one backward pass to one Parameter are summed in the order they arrive, as the engine sums
 them for an ordinary leaf, and the sum is added to ``p.grad`` once, at the end of the pass. So after
 ``backward()`` returns, ``p.grad`` is a real tensor on the host with the bits it would have had.
+
+A gradient can be measured where it is, before it leaves: on a device that costs next to nothing, while
+whoever clips by the global norm would have to read all gradients again from host memory.
 """
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import weakref
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +54,19 @@ def _holders(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-_Parts = dict[int, tuple[nn.Parameter, list[tuple[Tensor, CopyTicket | None]]]]
+SquareSum = Callable[[Sequence[Tensor]], Tensor]
+_MEASURED = (torch.float32, torch.bfloat16, torch.float16)
+
+
+class _Part(NamedTuple):
+    """A contribution: its host buffer, the copy under way, its sum of squares and the stream of that."""
+
+    host: Tensor
+    ticket: CopyTicket | None
+    squares: tuple[Tensor, Any] | None
+
+
+_Parts = dict[int, tuple[nn.Parameter, list[_Part]]]
 
 
 class _Pass:
@@ -74,11 +91,20 @@ class GradientSink:
 
     Attributes:
         d2h_bytes: Bytes that left a device so far.
+        square_sum: Measures gradients before they leave, or None; see `__init__`.
     """
 
-    def __init__(self, memory: HostMemory | None = None) -> None:
-        """Hold nothing yet; buffers come from `memory` and are used again."""
+    def __init__(self, memory: HostMemory | None = None, square_sum: SquareSum | None = None) -> None:
+        """Hold nothing yet.
+
+        Args:
+            memory: Where buffers come from; they are used again.
+            square_sum: Given flat gradients on one device, returns the sum of squares of each, float64, on
+                that device. What it finds is noted on the guard of a Parameter whose ``.grad`` is exactly the
+                gradient that was measured; the same bits must come of measuring ``.grad`` later.
+        """
         self._memory = memory or PlainMemory()
+        self.square_sum = square_sum
         self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
         # The engine has a thread per device: a penalty on host Parameters runs beside the CUDA backward.
         self._lock = threading.Lock()
@@ -111,22 +137,36 @@ class GradientSink:
         if under_way is None:
             self._passes[task] = under_way = _Pass(self)
             torch.autograd.Variable._execution_engine.queue_callback(under_way)
+        parts = under_way.parts.setdefault(id(parameter), (parameter, []))[1]
         with torch._C.DisableTorchFunctionSubclass():
             host = self._buffer(parameter)
             ticket = None
+            flat = host.as_strided((host.numel(),), (1,))
             if not grad.is_cuda:
                 host.copy_(grad)
+                source = flat
             else:
                 if grad.stride() != host.stride():
                     grad = torch.empty_strided(
                         host.size(), host.stride(), dtype=host.dtype, device=grad.device
                     ).copy_(grad)
-                flat = host.as_strided((host.numel(),), (1,))
-                ticket = registry.copy_engine().d2h(flat, grad.as_strided((grad.numel(),), (1,)))
+                source = grad.as_strided((grad.numel(),), (1,))
+                ticket = registry.copy_engine().d2h(flat, source)
                 self.d2h_bytes += host.nbytes
-        parts = under_way.parts.setdefault(id(parameter), (parameter, []))[1]
-        raced = first and any(other is not None for _, other in parts)
-        parts.insert(0 if raced else len(parts), (host, ticket))
+            # After the copy has been asked for, so that it need not wait for this. Only a gradient that may
+            # land as it is: neither a second contribution nor one that is added to what is there.
+            alone = not parts and parameter.grad is None
+            part = _Part(host, ticket, self._measure(parameter, source) if alone else None)
+        raced = first and any(other.ticket is not None for other in parts)
+        parts.insert(0 if raced else len(parts), part)
+
+    def _measure(self, parameter: nn.Parameter, flat: Tensor) -> tuple[Tensor, Any] | None:
+        """Start measuring a gradient, in the order of memory that its optimizer will see too."""
+        usable = flat.dtype in _MEASURED and flat.numel() > 0 and is_dense(parameter.detach())
+        if self.square_sum is None or not usable:
+            return None
+        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
+        return self.square_sum([flat.detach()]), stream
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Drop the spare buffers of a Parameter that is paged no more."""
@@ -148,33 +188,57 @@ class GradientSink:
     def _landing(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
         for under_way in self._passes.values():
             parts = under_way.parts.get(id(parameter))
-            if parts is not None and any(host is tensor for host, _ in parts[1]):
+            if parts is not None and any(part.host is tensor for part in parts[1]):
                 return True
         return False
 
     @torch.no_grad()
     def _land(self, parts: _Parts) -> None:
         """Sum, run the hooks, set or add ``p.grad``: what AccumulateGrad does for an ordinary leaf."""
-        for parameter, contributions in parts.values():
-            for _, ticket in contributions:
-                if ticket is not None:
-                    ticket.wait()
+        values = _measured(parts)
+        for key, (parameter, contributions) in parts.items():
+            for part in contributions:
+                if part.ticket is not None:
+                    part.ticket.wait()
             with torch._C.DisableTorchFunctionSubclass():
-                total = contributions[0][0]
-                for part, _ in contributions[1:]:
-                    total += part
+                buffer = total = contributions[0].host
+                for part in contributions[1:]:
+                    total += part.host
                 # A graph from before its weight returned to the device lands there.
                 total = total.to(parameter.device)
                 entry = guard_of(parameter)
-                for hook in list(entry.hooks.values()) if entry else ():
+                version = total._version
+                hooks = list(entry.hooks.values()) if entry else []
+                for hook in hooks:
                     changed = hook(total)
                     total = total if changed is None else changed
                 # A buffer is handed out through a tensor of its own, so that holders can be counted.
                 if parameter.grad is None:
-                    parameter.grad = total.detach()
+                    parameter.grad = landed = total.detach()
+                    # A hook may edit through memory that moves no version; some say that they do not.
+                    same = all(getattr(hook, "leaves_gradient", False) for hook in hooks)
+                    same = same and total is buffer and total._version == version
+                    if entry is not None and key in values and same:
+                        entry.note_square_sum(landed, values[key])
                 else:
                     if entry is not None:
                         entry.wait()  # a pending update still needs what is there
                     parameter.grad += total
-            for landed in list(entry.landed_hooks.values()) if entry else ():
-                landed(parameter)
+            for done in list(entry.landed_hooks.values()) if entry else ():
+                done(parameter)
+
+
+def _measured(parts: _Parts) -> dict[int, float]:
+    """Bring to the host what was measured of gradients that are the only one of their Parameter."""
+    streams: dict[Any, list[tuple[int, Tensor]]] = {}
+    for key, (_, contributions) in parts.items():
+        squares = contributions[0].squares
+        if len(contributions) == 1 and squares is not None:
+            streams.setdefault(squares[1], []).append((key, squares[0]))
+    values: dict[int, float] = {}
+    for stream, entries in streams.items():
+        # On the stream that they were measured on: the one that is current here may be another.
+        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+            found = torch.cat([value.view(1) for _, value in entries]).tolist()
+        values.update(zip([key for key, _ in entries], found, strict=True))
+    return values

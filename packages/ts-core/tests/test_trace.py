@@ -1,5 +1,7 @@
+import json
 import logging
 import threading
+import time
 
 import pytest
 import torch
@@ -7,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ts_core import trace
+from ts_core.errors import StateError
 
 
 @given(st.lists(st.text()))
@@ -79,3 +82,76 @@ def test_spans_show_in_a_profile(names):
 def test_a_span_ends_when_its_code_raises():
     with pytest.raises(KeyError), trace.span("ts/core/raises"):
         raise KeyError
+
+
+@given(st.lists(st.lists(st.text(min_size=1), max_size=4), min_size=1, max_size=3))
+def test_a_recorder_keeps_the_spans_of_all_threads(names):
+    def work(mine):
+        for name in mine:
+            with trace.span(name):
+                pass
+
+    with trace.SpanRecorder() as recorder:
+        threads = [threading.Thread(target=work, args=(mine,), name=f"t{i}") for i, mine in enumerate(names)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for index, mine in enumerate(names):
+        found = [each for each in recorder.spans if each.thread_name == f"t{index}"]
+        assert [each.name for each in found] == mine
+        assert all(each.start_ns <= each.end_ns for each in found)
+        assert [each.start_ns for each in found] == sorted(each.start_ns for each in found)
+    assert trace.span("ts/core/a") is trace.span("ts/core/b")
+
+
+def test_one_recorder_at_a_time():
+    with trace.SpanRecorder() as first:
+        with pytest.raises(StateError), trace.SpanRecorder():
+            pass
+        with pytest.raises(KeyError), trace.span("ts/core/raises"):
+            raise KeyError
+    assert [each.name for each in first.spans] == ["ts/core/raises"]
+    with trace.SpanRecorder():
+        pass
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_recorded_spans_lie_where_the_profiler_saw_them(tmp_path):
+    with (
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        trace.SpanRecorder() as recorder,
+    ):
+        for _ in range(5):
+            with trace.span("ts/core/both"):
+                torch.ones(64, 64) @ torch.ones(64, 64)
+        other = threading.Thread(target=lambda: trace.span("ts/core/other").__enter__())
+        other.start()
+        other.join()
+    profile.export_chrome_trace(str(tmp_path / "trace.json"))
+    exported = json.loads((tmp_path / "trace.json").read_text())
+    assert recorder.add_to(exported) == 5
+    seen = {
+        cat: [event for event in exported["traceEvents"] if event.get("cat") == cat]
+        for cat in ("ts_span", "user_annotation")
+    }
+    both = [event for event in seen["user_annotation"] if event["name"] == "ts/core/both"]
+    assert len(both) == len(seen["ts_span"]) == 5
+    for ours, theirs in zip(seen["ts_span"], both, strict=True):
+        assert (ours["pid"], ours["tid"]) == (theirs["pid"], theirs["tid"])
+        # Ours lies around theirs; a thread that loses its core in between may lie wider.
+        assert ours["ts"] + ours["dur"] >= theirs["ts"]
+        assert theirs["ts"] + theirs["dur"] >= ours["ts"]
+
+
+def test_without_a_common_span_the_time_of_day_is_compared():
+    with trace.SpanRecorder() as recorder, trace.span("ts/core/alone"):
+        now = time.time_ns()
+    exported = {"traceEvents": [], "baseTimeNanoseconds": now - 10_000_000}
+    assert recorder.add_to(exported) == 1
+    (event,) = (event for event in exported["traceEvents"] if event["ph"] == "X")
+    (label,) = (event for event in exported["traceEvents"] if event["ph"] == "M")
+    assert event["ts"] - 10_000 < 1e6
+    assert event["ts"] + event["dur"] + 1e6 > 10_000
+    assert label["tid"] == event["tid"]
+    assert "MainThread" in label["args"]["name"]

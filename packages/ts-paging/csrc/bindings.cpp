@@ -12,6 +12,7 @@
 #include "disk.h"
 #include "host_memory.h"
 #include "job.h"
+#include "mapping.h"
 #include "ts/module.h"
 
 namespace nb = nanobind;
@@ -228,8 +229,8 @@ class Engine {
 
 class Disk {
  public:
-  Disk(int threads, int64_t chunk_bytes, WaitPolicy policy)
-      : pool_(std::make_unique<IoPool>(threads, chunk_bytes)), policy_(policy) {}
+  Disk(int threads, int64_t chunk_bytes, WaitPolicy policy, IoBackend backend)
+      : pool_(std::make_unique<IoPool>(threads, chunk_bytes, backend)), policy_(policy) {}
   ~Disk() {
     if (owner_ != getpid()) {
       (void)pool_.release();
@@ -238,7 +239,8 @@ class Disk {
     close();
   }
   Ticket submit(bool write, int directory, std::string name, std::string path,
-                nb::object bytes_object, int64_t offset, bool direct) {
+                nb::object bytes_object, int64_t offset, bool direct,
+                const FileIdentity& expected) {
     expect_owner(owner_, "disk store");
     const TensorView bytes = nb::cast<TensorView>(bytes_object);
     expect(bytes, "disk", "tensor", DType::kU8);
@@ -253,7 +255,8 @@ class Disk {
     spec.data = bytes.data();
     spec.bytes = bytes.nbytes();
     spec.offset = offset;
-    spec.direct = direct && offset % kDirectAlign == 0;
+    spec.direct = direct && (!write || offset % kDirectAlign == 0);
+    spec.expected = expected;
     std::shared_ptr<Job> job;
     {
       const nb::gil_scoped_release release;
@@ -270,6 +273,10 @@ class Disk {
     }
     keeper_->reap();
   }
+  bool uses_uring() {
+    expect_owner(owner_, "disk store");
+    return pool_->uses_uring();
+  }
 
  private:
   std::unique_ptr<IoPool> pool_;
@@ -284,7 +291,29 @@ struct Managed {
   int64_t shape = 0;
   int64_t stride = 1;
   HostBlock block;
+  FileMapping mapping;
+
+  ~Managed() {
+    free_host(block);
+    unmap(mapping);
+  }
 };
+
+nb::object to_tensor(std::unique_ptr<Managed> managed, void* data, int64_t nbytes) {
+  managed->shape = nbytes;
+  managed->tensor.version = {1, 0};
+  managed->tensor.manager_ctx = managed.get();
+  managed->tensor.deleter = [](dl::ManagedTensorVersioned* self) {
+    delete static_cast<Managed*>(self->manager_ctx);
+  };
+  managed->tensor.dl_tensor = {
+      data, {dl::kCPU, 0}, 1, {dl::kUInt, 8, 1}, &managed->shape, &managed->stride, 0};
+  void* object = nullptr;
+  Managed* handed_over = managed.release();
+  if (torch_api()->object_from_managed(&handed_over->tensor, &object) != 0)
+    throw nb::python_error();
+  return nb::steal(static_cast<PyObject*>(object));
+}
 
 // nanobind's own shared_ptr would take the GIL when torch frees a tensor on some thread.
 struct Pool {
@@ -300,21 +329,8 @@ nb::tuple host_empty(const Pool& pool, int64_t nbytes, bool pin, int device) {
     managed->block = allocate_host(pool.pool, nbytes, pin, device, &refused);
   }
   const bool pinned = managed->block.pinned;
-  managed->shape = nbytes;
-  managed->tensor.version = {1, 0};
-  managed->tensor.manager_ctx = managed.get();
-  managed->tensor.deleter = [](dl::ManagedTensorVersioned* self) {
-    auto* owner = static_cast<Managed*>(self->manager_ctx);
-    free_host(owner->block);
-    delete owner;
-  };
-  managed->tensor.dl_tensor = {managed->block.data, {dl::kCPU, 0},    1, {dl::kUInt, 8, 1},
-                               &managed->shape,     &managed->stride, 0};
-  void* object = nullptr;
-  Managed* handed_over = managed.release();
-  if (torch_api()->object_from_managed(&handed_over->tensor, &object) != 0)
-    throw nb::python_error();
-  return nb::make_tuple(nb::steal(static_cast<PyObject*>(object)), pinned, refused);
+  void* data = managed->block.data;
+  return nb::make_tuple(to_tensor(std::move(managed), data, nbytes), pinned, refused);
 }
 
 void reserve(int directory, const std::string& name, const std::string& path, int64_t bytes,
@@ -325,6 +341,35 @@ void reserve(int directory, const std::string& name, const std::string& path, in
   } catch (const Failure& failure) {
     raise(failure);
   }
+}
+
+FileIdentity identity(const std::string& path) {
+  try {
+    return identify(path);
+  } catch (const Failure& failure) {
+    raise(failure);
+  }
+}
+
+nb::object map_file(const std::string& path, int64_t offset, int64_t nbytes,
+                    const FileIdentity& expected) {
+  auto managed = std::make_unique<Managed>();
+  try {
+    managed->mapping = map_privately(path, offset, nbytes, expected);
+  } catch (const Failure& failure) {
+    raise(failure);
+  }
+  void* data = managed->mapping.data;
+  return to_tensor(std::move(managed), data, nbytes);
+}
+
+// Of tensors, which nothing but a mapping need hold.
+bool was_written(const TensorView& mapped) { return written_since(mapped.data(), mapped.nbytes()); }
+
+int move_to_memory(const TensorView& mapped, const TensorView& bytes) {
+  expect_numel(mapped, "move_to_memory", "mapped", bytes.numel());
+  const nb::gil_scoped_release release;
+  return replace_pages(mapped.data(), bytes.data(), bytes.nbytes());
 }
 
 void bind(nb::module_& m) {
@@ -347,16 +392,29 @@ void bind(nb::module_& m) {
       .def("close", &Engine::close)
       .def_prop_ro("inflight_bytes", &Engine::inflight_bytes)
       .def_prop_ro("kept", &Engine::kept);
+  nb::class_<FileIdentity>(m, "FileIdentity")
+      .def(nb::init<>())
+      .def_ro("device", &FileIdentity::device)
+      .def_ro("inode", &FileIdentity::inode)
+      .def_ro("nbytes", &FileIdentity::bytes)
+      .def_ro("modified_ns", &FileIdentity::modified_ns);
   nb::class_<Disk>(m, "Disk")
       .def(
           "__init__",
-          [](Disk* self, int threads, int64_t chunk, int mode, int64_t spin, int64_t sleep) {
-            new (self) Disk(threads, chunk, policy_of(mode, spin, sleep));
+          [](Disk* self, int threads, int64_t chunk, int mode, int64_t spin, int64_t sleep,
+             int backend) {
+            new (self)
+                Disk(threads, chunk, policy_of(mode, spin, sleep), static_cast<IoBackend>(backend));
           },
-          "threads"_a, "chunk_bytes"_a, "mode"_a, "spin_us"_a, "sleep_us"_a)
+          "threads"_a, "chunk_bytes"_a, "mode"_a, "spin_us"_a, "sleep_us"_a, "backend"_a = 0)
       .def("submit", &Disk::submit, "write"_a, "directory"_a, "name"_a, "path"_a, "data"_a,
-           "offset"_a, "direct"_a)
-      .def("close", &Disk::close);
+           "offset"_a, "direct"_a, "expected"_a = FileIdentity{})
+      .def("close", &Disk::close)
+      .def_prop_ro("uses_uring", &Disk::uses_uring);
+  m.def("identify", &identity, "path"_a);
+  m.def("map_file", &map_file, "path"_a, "offset"_a, "nbytes"_a, "expected"_a);
+  m.def("was_written", &was_written, "mapped"_a);
+  m.def("move_to_memory", &move_to_memory, "mapped"_a, "data"_a);
   nb::class_<Pool>(m, "HostPool")
       .def(
           "__init__",
@@ -376,6 +434,7 @@ void bind(nb::module_& m) {
   m.def("simulate_pinning", &simulate_pinning, "on"_a);
   m.def("fail_copy_after", &fail_copy_after, "n"_a);
   m.def("fail_io_after", &fail_io_after, "n"_a, "code"_a);
+  m.def("hold_io", &hold_io, "on"_a);
 }
 
 }  // namespace

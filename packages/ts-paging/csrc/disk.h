@@ -1,5 +1,6 @@
-// Reads and writes of whole tensors by a pool of I/O threads: direct I/O where the file takes it,
-// plain pread / pwrite otherwise, never a mapping.
+// Reads and writes of whole tensors and parts of them: direct I/O where the file takes it, several
+// chunks in flight through io_uring or a pool of threads; plain pread / pwrite otherwise, never a
+// mapping.
 #pragma once
 
 #include <atomic>
@@ -19,6 +20,13 @@ namespace ts::paging {
 // File offsets, sizes and memory addresses of direct I/O are multiples of this.
 constexpr int64_t kDirectAlign = 4096;
 
+// Which file it is and what is in it, as far as the file system tells.
+struct FileIdentity {
+  uint64_t device = 0, inode = 0;
+  int64_t bytes = -1;  // -1: any file will do
+  int64_t modified_ns = 0;
+};
+
 struct IoSpec {
   bool write = false;
   int directory = -1;  // descriptor that `name` is relative to (AT_FDCWD for a plain path)
@@ -27,31 +35,47 @@ struct IoSpec {
   void* data = nullptr;
   int64_t bytes = 0;
   int64_t offset = 0;
-  // Direct I/O; offset must be aligned, and the file padded to kDirectAlign past the last byte.
+  // Direct I/O. A read may begin anywhere; a write at an aligned offset, in a file that is padded
+  // to kDirectAlign past the last byte.
   bool direct = false;
+  FileIdentity expected;
 };
+
+enum class IoBackend : int { kAuto = 0, kUring = 1, kThreads = 2 };
 
 class IoPool {
  public:
-  IoPool(int threads, int64_t chunk_bytes);
+  // Staging memory, for what is not aligned, is at most `threads` chunks.
+  IoPool(int threads, int64_t chunk_bytes, IoBackend backend = IoBackend::kAuto);
   ~IoPool() { close(); }
   // The file is opened (never through a link) when its turn comes; the memory must live until the
   // job is finished.
   std::shared_ptr<Job> submit(const IoSpec& spec);
   // Fails what has not begun, finishes what has, joins the threads.
   void close();
+  // Whether direct I/O goes through io_uring; found out when asked first.
+  bool uses_uring();
 
  private:
   struct Request;
-  void loop();
-  void run_chunk(Request& request, int64_t begin, int64_t end, char** bounce);
+  struct Piece;
+  struct Ring;
+  bool take(std::deque<std::shared_ptr<Request>>& queue, Piece* piece);
+  void thread_loop();
+  void ring_loop();
+  void start_ring();
 
   const int threads_wanted_;
   const int64_t chunk_;
+  const IoBackend backend_;
   std::mutex mutex_;
   std::condition_variable wake_;
-  std::deque<std::shared_ptr<Request>> queue_;
+  std::deque<std::shared_ptr<Request>> queue_;       // for the threads
+  std::deque<std::shared_ptr<Request>> ring_queue_;  // for the ring
   std::vector<std::thread> threads_;
+  bool ring_tried_ = false;
+  std::shared_ptr<Ring> ring_;
+  std::thread ring_thread_;
   bool stop_ = false;
 };
 
@@ -61,11 +85,17 @@ class IoPool {
 void reserve_file(int directory, const std::string& name, const std::string& path, int64_t bytes,
                   int64_t old_bytes, bool create);
 
-// Whether files in the directory take direct reads and writes.
+// Whether files in the directory take direct reads and writes, and mappings of them see these and
+// are seen by them.
 bool takes_direct_io(int directory);
 
-// Test hook: let `n` more reads and writes go well, then have one fail with `code`; code 0: the
+// Throws Failure.
+FileIdentity identify(const std::string& path);
+
+// Test hooks: let `n` more reads and writes go well, then have one fail with `code`; code 0: the
 // file ends there (a short read). n < 0: none.
 void fail_io_after(int64_t n, int code);
+// With `on`, reads and writes do not begin until it is off again: a disk that hangs.
+void hold_io(bool on);
 
 }  // namespace ts::paging

@@ -100,8 +100,13 @@ class Keeper {
 
 class Ticket {
  public:
-  Ticket(std::shared_ptr<Job> job, std::shared_ptr<Keeper> keeper, WaitPolicy policy, int device)
-      : job_(std::move(job)), keeper_(std::move(keeper)), policy_(policy), device_(device) {}
+  Ticket(std::shared_ptr<Job> job, std::shared_ptr<Keeper> keeper, WaitPolicy policy, int device,
+         std::weak_ptr<Lane> lane = {})
+      : job_(std::move(job)),
+        keeper_(std::move(keeper)),
+        policy_(policy),
+        device_(device),
+        lane_(std::move(lane)) {}
 
   bool done() {
     if (owner_ != getpid()) expect_owner(owner_, "ticket");
@@ -112,17 +117,16 @@ class Ticket {
   void wait() {
     expect_owner(owner_, "ticket");
     const std::shared_ptr<Job> job = job_;
-    if (!job->finished()) wait_with_signals([this, &job] { return job->wait(policy_, kSliceUs); });
+    if (!job->finished()) {
+      promote();
+      wait_with_signals([this, &job] { return job->wait(policy_, kSliceUs); });
+    }
     keeper_->reap();
     if (const auto failure = job->failure()) raise(*failure);
   }
   void wait_stream(nb::object stream) {
     if (device_ < 0) return wait();
-    expect_owner(owner_, "ticket");
-    const std::shared_ptr<Job> job = job_;
-    if (!job->submitted())
-      wait_with_signals([this, &job] { return job->wait_submitted(policy_, kSliceUs); });
-    if (const auto failure = job->failure()) raise(*failure);
+    const std::shared_ptr<Job> job = handed_over();
     int device = device_;
     void* handle = nullptr;
     if (stream.is_none()) {
@@ -133,13 +137,45 @@ class Ticket {
     }
     job->wait_on_device(device, handle);
   }
+  // Needed now: it passes the copies that are still queued.
+  void promote() {
+    expect_owner(owner_, "ticket");
+    if (job_->submitted()) return;
+    if (const std::shared_ptr<Lane> lane = lane_.lock()) {
+      const nb::gil_scoped_release release;
+      lane->promote(job_);
+    }
+  }
+  // What a later copy to or from the device `other` waits for. Between CPU tensors this thread
+  // waits.
+  DeviceEvent event_for(int other) {
+    if (device_ < 0 || other < 0) {
+      wait();
+      return nullptr;
+    }
+    return handed_over()->event();
+  }
   int64_t bytes() const { return job_->bytes(); }
 
  private:
+  // The job, once the device has all of it.
+  std::shared_ptr<Job> handed_over() {
+    expect_owner(owner_, "ticket");
+    const std::shared_ptr<Job> job = job_;
+    if (!job->submitted()) {
+      promote();
+      if (!job->submitted())
+        wait_with_signals([this, &job] { return job->wait_submitted(policy_, kSliceUs); });
+    }
+    if (const auto failure = job->failure()) raise(*failure);
+    return job;
+  }
+
   std::shared_ptr<Job> job_;
   std::shared_ptr<Keeper> keeper_;
   WaitPolicy policy_;
   int device_;
+  std::weak_ptr<Lane> lane_;
   int owner_ = getpid();
 };
 
@@ -149,8 +185,8 @@ WaitPolicy policy_of(int mode, int64_t spin_us, int64_t sleep_us) {
 
 class Engine {
  public:
-  Engine(int64_t chunk_bytes, int64_t max_inflight_bytes, WaitPolicy policy)
-      : engine_(std::make_unique<CopyEngine>(chunk_bytes)),
+  Engine(int64_t chunk_bytes, int64_t window_bytes, int64_t max_inflight_bytes, WaitPolicy policy)
+      : engine_(std::make_unique<CopyEngine>(chunk_bytes, window_bytes, policy)),
         max_inflight_(max_inflight_bytes),
         policy_(policy) {}
   ~Engine() {
@@ -161,30 +197,42 @@ class Engine {
     }
     close();
   }
-  Ticket submit(int direction, nb::object dst_object, nb::object src_object) {
+  // One ticket for all the pairs. Nothing is copied if one of them is wrong.
+  Ticket submit(int direction, const nb::list& dsts, const nb::list& srcs, int priority,
+                const nb::list& after) {
     expect_owner(owner_, "copy engine");
-    const TensorView dst = nb::cast<TensorView>(dst_object);
-    const TensorView src = nb::cast<TensorView>(src_object);
     const char* op = direction == 0 ? "h2d" : "d2h";
-    expect_numel(dst, op, "dst", src.numel());
-    check(dst.is_contiguous(), op, "dst", "a contiguous tensor", dst.describe());
-    check(src.is_contiguous(), op, "src", "a contiguous tensor", src.describe());
-    const TensorView& device_side = direction == 0 ? dst : src;
-    Copy copy{static_cast<Direction>(direction),
-              dst.data(),
-              src.data(),
-              src.nbytes(),
-              device_side.is_cuda() ? device_side.device_id() : -1,
-              device_side.current_stream()};
-    make_room(copy.bytes);
-    auto job = std::make_shared<Job>(copy.bytes, inflight_);
-    keeper_->add((copy.device + 1) * 2 + direction, job,
-                 {std::move(dst_object), std::move(src_object)});
+    check(dsts.size() == srcs.size(), op, "dsts", std::to_string(srcs.size()) + " tensors",
+          std::to_string(dsts.size()));
+    Copy copy;
+    copy.direction = static_cast<Direction>(direction);
+    copy.priority = priority;
+    std::vector<nb::object> objects;
+    for (size_t i = 0; i < dsts.size(); ++i) {
+      const nb::object dst = dsts[i], src = srcs[i];
+      add_part(&copy, op, nb::cast<TensorView>(dst), nb::cast<TensorView>(src), i == 0);
+      objects.push_back(dst);
+      objects.push_back(src);
+    }
+    for (nb::handle ticket : after)
+      if (DeviceEvent event = nb::cast<Ticket&>(ticket).event_for(copy.device))
+        copy.after.push_back(std::move(event));
+    const int64_t bytes = copy.bytes();
+    // A bound on what is issued ahead; what is needed now is not held up by it.
+    if (priority > 0)
+      keeper_->reap();
+    else
+      make_room(bytes);
+    const int device = copy.device;
+    auto job = std::make_shared<Job>(bytes, inflight_);
+    keeper_->add(((device + 1) * 2 + direction) * 2 + (priority > 0 ? 1 : 0), job,
+                 std::move(objects));
+    std::shared_ptr<Lane> lane;
     {
       const nb::gil_scoped_release release;
-      engine_->submit(job, copy);
+      lane = engine_->submit(job, std::move(copy));
     }
-    return Ticket(std::move(job), keeper_, policy_, copy.device);
+    return Ticket(std::move(job), keeper_, policy_, device, lane);
   }
   void synchronize() {
     expect_owner(owner_, "copy engine");
@@ -209,6 +257,28 @@ class Engine {
   int64_t kept() const { return keeper_->size(); }
 
  private:
+  static void add_part(Copy* copy, const char* op, const TensorView& dst, const TensorView& src,
+                       bool first) {
+    check(dst.is_contiguous(), op, "dst", "a contiguous tensor", dst.describe());
+    check(src.is_contiguous(), op, "src", "a contiguous tensor", src.describe());
+    bool same = dst.ndim() == src.ndim();
+    for (int i = 0; same && i < dst.ndim(); ++i) same = dst.shape(i) == src.shape(i);
+    check(same, op, "dst", "the shape of " + src.describe(), dst.describe());
+    check(dst.nbytes() == src.nbytes(), op, "dst", "the dtype of " + src.describe(),
+          dst.describe());
+    const bool up = copy->direction == Direction::kH2D;
+    check((up ? src : dst).is_cpu(), op, up ? "src" : "dst", "a CPU tensor",
+          (up ? src : dst).describe());
+    const TensorView& device_side = up ? dst : src;
+    const int device = device_side.is_cuda() ? device_side.device_id() : -1;
+    if (first) {
+      copy->device = device;
+      copy->stream = device_side.current_stream();
+    }
+    check(device == copy->device, op, up ? "dst" : "src", "tensors of one device",
+          device_side.describe());
+    if (src.nbytes() > 0) copy->parts.push_back({dst.data(), src.data(), src.nbytes()});
+  }
   void make_room(int64_t bytes) {
     keeper_->reap();
     while (inflight_->load() > 0 && inflight_->load() + bytes > max_inflight_) {
@@ -306,8 +376,8 @@ nb::object to_tensor(std::unique_ptr<Managed> managed, void* data, int64_t nbyte
   managed->tensor.deleter = [](dl::ManagedTensorVersioned* self) {
     delete static_cast<Managed*>(self->manager_ctx);
   };
-  managed->tensor.dl_tensor = {
-      data, {dl::kCPU, 0}, 1, {dl::kUInt, 8, 1}, &managed->shape, &managed->stride, 0};
+  managed->tensor.dl_tensor = {data, {dl::kCPU, 0},    1, {dl::kUInt, 8, 1}, &managed->shape,
+                               &managed->stride, 0};
   void* object = nullptr;
   Managed* handed_over = managed.release();
   if (torch_api()->object_from_managed(&handed_over->tensor, &object) != 0)
@@ -363,8 +433,21 @@ nb::object map_file(const std::string& path, int64_t offset, int64_t nbytes,
   return to_tensor(std::move(managed), data, nbytes);
 }
 
-// Of tensors, which nothing but a mapping need hold.
-bool was_written(const TensorView& mapped) { return written_since(mapped.data(), mapped.nbytes()); }
+nb::object map_own_file(int directory, const std::string& name, const std::string& path,
+                        int64_t nbytes) {
+  auto managed = std::make_unique<Managed>();
+  try {
+    managed->mapping = map_shared(directory, name, path, nbytes);
+  } catch (const Failure& failure) {
+    raise(failure);
+  }
+  void* data = managed->mapping.data;
+  return to_tensor(std::move(managed), data, nbytes);
+}
+
+bool was_written(const TensorView& mapped) {
+  return written_since(mapped.data(), mapped.nbytes());
+}
 
 int move_to_memory(const TensorView& mapped, const TensorView& bytes) {
   expect_numel(mapped, "move_to_memory", "mapped", bytes.numel());
@@ -378,16 +461,19 @@ void bind(nb::module_& m) {
   nb::class_<Ticket>(m, "Ticket")
       .def("done", &Ticket::done)
       .def("wait", &Ticket::wait)
+      .def("promote", &Ticket::promote)
       .def("wait_stream", &Ticket::wait_stream, "stream"_a = nb::none())
       .def_prop_ro("nbytes", &Ticket::bytes);
   nb::class_<Engine>(m, "Engine")
       .def(
           "__init__",
-          [](Engine* self, int64_t chunk, int64_t inflight, int mode, int64_t spin, int64_t sleep) {
-            new (self) Engine(chunk, inflight, policy_of(mode, spin, sleep));
+          [](Engine* self, int64_t chunk, int64_t window, int64_t inflight, int mode, int64_t spin,
+             int64_t sleep) {
+            new (self) Engine(chunk, window, inflight, policy_of(mode, spin, sleep));
           },
-          "chunk_bytes"_a, "max_inflight_bytes"_a, "mode"_a, "spin_us"_a, "sleep_us"_a)
-      .def("submit", &Engine::submit, "direction"_a, "dst"_a, "src"_a)
+          "chunk_bytes"_a, "window_bytes"_a, "max_inflight_bytes"_a, "mode"_a, "spin_us"_a,
+          "sleep_us"_a)
+      .def("submit", &Engine::submit, "direction"_a, "dsts"_a, "srcs"_a, "priority"_a, "after"_a)
       .def("synchronize", &Engine::synchronize)
       .def("close", &Engine::close)
       .def_prop_ro("inflight_bytes", &Engine::inflight_bytes)
@@ -403,8 +489,8 @@ void bind(nb::module_& m) {
           "__init__",
           [](Disk* self, int threads, int64_t chunk, int mode, int64_t spin, int64_t sleep,
              int backend) {
-            new (self)
-                Disk(threads, chunk, policy_of(mode, spin, sleep), static_cast<IoBackend>(backend));
+            new (self) Disk(threads, chunk, policy_of(mode, spin, sleep),
+                            static_cast<IoBackend>(backend));
           },
           "threads"_a, "chunk_bytes"_a, "mode"_a, "spin_us"_a, "sleep_us"_a, "backend"_a = 0)
       .def("submit", &Disk::submit, "write"_a, "directory"_a, "name"_a, "path"_a, "data"_a,
@@ -413,6 +499,15 @@ void bind(nb::module_& m) {
       .def_prop_ro("uses_uring", &Disk::uses_uring);
   m.def("identify", &identity, "path"_a);
   m.def("map_file", &map_file, "path"_a, "offset"_a, "nbytes"_a, "expected"_a);
+  m.def("map_own_file", &map_own_file, "directory"_a, "name"_a, "path"_a, "nbytes"_a);
+  m.def(
+      "find_mapping",
+      [](uintptr_t address) {
+        const MappedPlace place = find_mapping(reinterpret_cast<const void*>(address));
+        return nb::make_tuple(place.number, place.offset);
+      },
+      "address"_a);
+  m.def("is_mapped", &is_mapped, "number"_a);
   m.def("was_written", &was_written, "mapped"_a);
   m.def("move_to_memory", &move_to_memory, "mapped"_a, "data"_a);
   nb::class_<Pool>(m, "HostPool")

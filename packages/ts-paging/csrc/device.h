@@ -34,8 +34,8 @@ class Stream {
   Stream& operator=(const Stream&) = delete;
   void* get() const { return stream_; }
   int device() const { return device_; }
-  // Queues the copy in pieces of `chunk` bytes. Blocks while it runs if the host side is pageable.
-  void copy(void* dst, const void* src, int64_t bytes, bool to_device, int64_t chunk);
+  // Queues one transfer. Blocks while it runs if the host side is pageable.
+  void copy(void* dst, const void* src, int64_t bytes, bool to_device);
 
  private:
   int device_;

@@ -5,7 +5,6 @@
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
-#include <deque>
 #include <functional>
 #include <memory>
 #include <mutex>
@@ -66,6 +65,8 @@ class Job {
   bool wait_submitted(const WaitPolicy& policy, int64_t timeout_us);
   // Makes `stream` of `device` wait for the copy. Only after submitted().
   void wait_on_device(int device, void* stream);
+  // What the device reaches when the copy is through; null before submitted() and on the CPU.
+  DeviceEvent event() const { return submitted() ? event_ : nullptr; }
   // Null: it went well, or it has not finished.
   std::shared_ptr<const Failure> failure();
 
@@ -93,26 +94,7 @@ class Job {
 // SIGXFSZ must become an error code.
 std::thread quiet_thread(std::function<void()> body);
 
-// A thread that carries out tasks in order. The thread starts with the first task.
-class Worker {
- public:
-  ~Worker() { close(); }
-  // Throws after close().
-  void post(std::function<void()> task);
-  // Tasks posted and not yet carried out.
-  int64_t pending() const { return pending_.load(std::memory_order_acquire); }
-  // Carries out what was posted, then joins.
-  void close();
-
- private:
-  void loop();
-
-  std::mutex mutex_;
-  std::condition_variable wake_;
-  std::deque<std::function<void()>> tasks_;
-  std::atomic<int64_t> pending_{0};
-  bool stop_ = false;
-  std::thread thread_;
-};
+// A moment's pause in a loop that looks without end.
+void pause_briefly();
 
 }  // namespace ts::paging

@@ -15,16 +15,15 @@ namespace {
 using Clock = std::chrono::steady_clock;
 using std::chrono::microseconds;
 
-// The longest sleep without a look at the clock or, in the caller, for signals.
-inline void pause_briefly() {
+}  // namespace
+
+void pause_briefly() {
 #if defined(__x86_64__) || defined(__i386__)
   __builtin_ia32_pause();
 #else
   std::this_thread::yield();
 #endif
 }
-
-}  // namespace
 
 Job::Job(int64_t bytes, std::shared_ptr<std::atomic<int64_t>> inflight)
     : bytes_(bytes), inflight_(std::move(inflight)) {
@@ -132,40 +131,6 @@ std::thread quiet_thread(std::function<void()> body) {
   }
   pthread_sigmask(SIG_SETMASK, &before, nullptr);
   return thread;
-}
-
-void Worker::post(std::function<void()> task) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  if (stop_) throw std::runtime_error("[copy] the engine is closed");
-  if (!thread_.joinable()) thread_ = quiet_thread([this] { loop(); });
-  tasks_.push_back(std::move(task));
-  pending_.fetch_add(1, std::memory_order_release);
-  wake_.notify_one();
-}
-
-void Worker::loop() {
-  std::unique_lock<std::mutex> lock(mutex_);
-  while (true) {
-    wake_.wait(lock, [this] { return stop_ || !tasks_.empty(); });
-    if (tasks_.empty()) return;
-    {
-      const std::function<void()> task = std::move(tasks_.front());
-      tasks_.pop_front();
-      lock.unlock();
-      task();
-    }
-    pending_.fetch_sub(1, std::memory_order_release);
-    lock.lock();
-  }
-}
-
-void Worker::close() {
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    stop_ = true;
-    wake_.notify_one();
-  }
-  if (thread_.joinable()) thread_.join();
 }
 
 }  // namespace ts::paging

@@ -2,7 +2,6 @@
 
 #include <unistd.h>
 
-#include <algorithm>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -155,14 +154,12 @@ Stream::~Stream() {
     (void)cudaGetLastError();
 }
 
-void Stream::copy(void* dst, const void* src, int64_t bytes, bool to_device, int64_t chunk) {
+void Stream::copy(void* dst, const void* src, int64_t bytes, bool to_device) {
   const DeviceGuard guard(device_);
   const cudaMemcpyKind kind = to_device ? cudaMemcpyHostToDevice : cudaMemcpyDeviceToHost;
-  for (int64_t at = 0; at < bytes; at += chunk)
-    cuda_check(cudaMemcpyAsync(static_cast<char*>(dst) + at, static_cast<const char*>(src) + at,
-                               static_cast<size_t>(std::min(chunk, bytes - at)), kind,
-                               static_cast<cudaStream_t>(stream_)),
-               "copy");
+  cuda_check(cudaMemcpyAsync(dst, src, static_cast<size_t>(bytes), kind,
+                             static_cast<cudaStream_t>(stream_)),
+             "copy");
 }
 
 #else
@@ -186,7 +183,7 @@ DeviceEvent record(int, void*) { no_cuda(); }
 void make_wait(int, void*, const DeviceEvent&) { no_cuda(); }
 Stream::Stream(int device) : device_(device) { no_cuda(); }
 Stream::~Stream() = default;
-void Stream::copy(void*, const void*, int64_t, bool, int64_t) { no_cuda(); }
+void Stream::copy(void*, const void*, int64_t, bool) { no_cuda(); }
 
 #endif
 

@@ -151,17 +151,22 @@ def test_large_trained_weights_beside_a_gpu_have_their_state_on_the_host():
     assert (block.host, block.device) == (0, 8 * 1024 * 1025)  # that optimizer does not hold them
 
     class Holds(OffloadAdamW):
-        moment_format = "float32"
-
         def __init__(self):
             self.param_groups = [{"params": list(model.parameters())}]
 
     block = specs(model, Holds(), CUDA)["0"]
     weight, bias = 1024 * 1024, 1024
-    # Weight and gradient of both; the bias is small and keeps its moments there, the weight has a master too.
+    # Weight and gradient of both; the bias is small and keeps its moments there. The weight has moments, a
+    # buffer for the gradient and a copy on the host.
     assert block.device == 8 * (weight + bias) + 8 * bias
-    assert block.host == (4 + 8 + 4) * weight
-    assert block.paged == (8 + 8 + 4) * weight + (8 + 8) * bias
+    assert block.host == (8 + 4 + 4) * weight
+    assert block.paged == (8 + 8) * (weight + bias)
+    found = take(model)
+    assert found.trained(Holds()) == frozenset(range(3))
+    assert found.trained(None) == frozenset()
+    beside = found.specs(CUDA, Holds(), "none", 64, frozenset(), frozenset({1}))
+    assert (beside[0].device, beside[0].host) == (block.device, block.host)
+    assert (beside[1].device, beside[1].host, beside[1].paged) == (16 * (weight + bias), 0, block.paged)
 
 
 class Tied(nn.Module):

@@ -12,7 +12,7 @@ from ts_core.errors import OptionError, TrainStreamError
 
 # Every option of wrap(): values carried out now, values refused as not built yet, and wrong values.
 NOW = {
-    "optimizer_mode": ["cpu", "auto"],
+    "optimizer_mode": ["cpu", "gpu", "auto"],
     "offload": ["auto", True],
     "activation_offload": ["auto", False, True, 0.0, 0, 0.5],
     "param_offload": ["auto", False, True, 0.0, 0.5, [], [0, 1]],
@@ -52,9 +52,9 @@ NOW = {
     "accumulation_steps": [None, 1, 8],
     "vram_headroom": [0.0, 0.1, 1.0],
     "check_memory": [True, False],
-    "max_inflight_bytes": [None],
+    "max_inflight_bytes": [None, "1GiB", 1 << 20],
     "max_activation_slowdown": [0.15],
-    "prefetch_depth": [1],
+    "prefetch_depth": [1, 2, 4],
     "min_offload_bytes": [1 << 20, "1MiB", 0, "2MiB"],
     "threads": [None, 1, 64],
     "profile": [True, False],
@@ -68,7 +68,6 @@ NOW = {
     "lossless": ["auto", False],
 }
 LATER = {
-    "optimizer_mode": ["gpu"],
     "quantize": ["fp8", "nvfp4"],
     "attention": ["cudnn", "efficient", "flash", "math"],
     "nvfp4_backward": [True],
@@ -81,9 +80,7 @@ LATER = {
     "host_arena": ["2GiB", 1 << 30],
     "peer": ["2GiB"],
     "distributed": [True],
-    "max_inflight_bytes": ["1GiB"],
     "max_activation_slowdown": [0.5],
-    "prefetch_depth": [2],
     "schedule": ["block"],
     "capture": [True],
     "lossless": [True],
@@ -119,7 +116,7 @@ WRONG = {
     "accumulation_steps": [0, -1, 1.5, True],
     "vram_headroom": [-0.1, 1.1, "10%"],
     "check_memory": ["no", 0],
-    "max_inflight_bytes": ["lots", -1],
+    "max_inflight_bytes": ["lots", -1, 0],
     "max_activation_slowdown": [-0.1, "x"],
     "prefetch_depth": [0, 1.5],
     "min_offload_bytes": ["small", -1],

@@ -22,9 +22,10 @@ from ts_core.plan import BlockPlan, Numerics, Plan
 from ts_core.planner import Budgets, GroupSpec, Layout, least, place
 from ts_core.usage import CONTEXT_BYTES
 from ts_optim import OffloadAdamW
+from ts_optim.placement import place_by_size
 from ts_paging.pager import WeightPager
 
-__all__ = ["Decided", "decide", "make_plan"]
+__all__ = ["Decided", "decide", "make_plan", "optimizer_tier"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,9 +38,13 @@ class Decided:
         layout: Where every group goes.
         specs: What every group takes.
         adapts: Whether the session measures and adapts.
+        governed: Whether saved activations are part of that.
         hooked: Whether blocks need the runtime even where their weights stay.
+        moments: Format of AdamW's moments.
         why: Lines about the ``"auto"`` options that were decided here.
         reserve: Bytes of the device that the layout counts for activations and temporaries.
+        settling: Indices of trained groups whose optimizer works on the host until they are wholly resident:
+            paged until then, in a slot of their own as soon as there is room.
     """
 
     codec: str
@@ -49,7 +54,10 @@ class Decided:
     adapts: bool
     hooked: bool
     why: list[str]
+    moments: str = "float32"
     reserve: int = 0
+    governed: bool = True
+    settling: frozenset[int] = frozenset()
 
 
 def decide(
@@ -61,11 +69,14 @@ def decide(
     want: Asked,
     bounds: Limits,
     options: WrapOptions,
+    formats: list[str],
 ) -> Decided:
     """Choose codec and placement.
 
     With room for everything and a generous estimate of activations, nothing is paged. Otherwise, and always
     where a budget is tight, everything that can be paged is, and what returns is decided by measurement.
+
+    `formats` are those that moments may have, best first.
 
     Raises:
         DoesNotFitError: Not even the least placement fits; with the numbers and what would.
@@ -78,50 +89,155 @@ def decide(
     auto = wanted == "auto"
     reserve = reserve_for(inventory)
     forced = _forced(inventory, want, options)
+    settling = _settling(inventory, device, optimizer)
 
-    def specs_of(codec: str) -> list[GroupSpec]:
+    def specs_of(codec: str, moments: str) -> list[GroupSpec]:
         packed = frozen if codec != "none" else frozenset()
-        return inventory.specs(device, optimizer, codec, options.quant_block_size, packed)
+        size = options.quant_block_size
+        return inventory.specs(device, optimizer, codec, size, packed, settling, moments)
 
-    def decided(
-        codec: str, layout: Layout, specs: list[GroupSpec], adapts: bool, why: list[str], held: int = 0
-    ) -> Decided:
-        packed = frozen if codec != "none" else frozenset()
-        hooked = want.hooked or adapts or bool(layout.paged)
-        return Decided(codec, packed, layout, specs, adapts, hooked, why, held)
+    def decided(found: _Found, adapts: bool, why: list[str], held: int = 0, governed: bool = True) -> Decided:
+        packed = frozen if found.codec != "none" else frozenset()
+        hooked = want.hooked or adapts or bool(found.layout.paged)
+        if len(formats) > 1:
+            why = [*why, _why_moments(found, formats, specs_of, bounds)]
+        return Decided(
+            codec=found.codec,
+            packed=packed,
+            layout=found.layout,
+            specs=found.specs,
+            adapts=adapts,
+            hooked=hooked,
+            why=why,
+            moments=found.moments,
+            reserve=held,
+            governed=governed,
+            settling=settling,
+        )
 
+    slots = options.prefetch_depth + 1
+    # Short of RAM under a GPU, smaller moments come before files, unless a directory for them was named.
+    dry = device.type != "cpu" and options.disk_offload is None
     first = codecs if auto and options.prefer == "speed" else codecs[:1]
-    for codec in first:
-        layout = _comfortable(specs_of(codec), bounds.budgets, reserve, forced)
-        if layout is not None:
-            adapts = bounds.cap is not None and bool(inventory.blocks)
-            why = _why_codec(codec, auto, layout, bounds)
-            return decided(codec, layout, specs_of(codec), adapts, why, reserve)
-    problem: DoesNotFitError | None = None
+    own = frozenset(index for index in settling if forced[index] is not True)
+    resident = [bool(force) or index in settling for index, force in enumerate(forced)]
+    found, _ = _first(
+        [(c, m) for c in first for m in formats],
+        lambda c, m: place(
+            specs_of(c, m), bounds.budgets, reserve=reserve, forced=resident, slots=slots, settled=own
+        ),
+        specs_of,
+        dry,
+    )
+    if found is not None:
+        governed = bounds.cap is not None and bool(inventory.blocks)
+        adapts = governed or (bool(own) and options.offload == "auto")
+        return decided(found, adapts, _why_codec(found, auto, bounds), reserve, governed)
     everything = [
-        unit_forced if unit_forced is not None else bool(unit.pageable)
-        for unit_forced, unit in zip(forced, inventory.units, strict=True)
+        force if force else bool(unit.pageable) and (force is None or index in settling)
+        for index, (force, unit) in enumerate(zip(forced, inventory.units, strict=True))
     ]
-    for codec in codecs:
-        specs = specs_of(codec)
+    own = frozenset(index for index in settling if forced[index] is False)
+    found, problem = _first(
+        [(c, m) for c in codecs for m in formats],
+        lambda c, m: place(specs_of(c, m), bounds.budgets, forced=everything, slots=slots, settled=own),
+        specs_of,
+        dry,
+    )
+    if found is not None:
+        frees = any(force is None and here for force, here in zip(forced, everything, strict=True))
+        why = _why_codec(found, auto, bounds)
+        if frees:
+            need = format_bytes(sum(s.device + s.fixed for s in found.specs) + reserve)
+            why.append(
+                f"param_offload=auto: {need} for everything at once, {format_bytes(bounds.budgets.device)} "
+                f"may be used: {len(found.layout.paged)} groups start paged"
+            )
+        adapts = frees or (bool(own) and options.offload == "auto")
+        return decided(found, adapts and bool(inventory.blocks), why)
+    if not options.check_memory:
+        own = frozenset(index for index in settling if forced[index] is not True)
+        specs = specs_of(codecs[0], formats[0])
+        unlimited = Budgets(1 << 62, 1 << 62, 1 << 62)
+        layout = place(specs, unlimited, forced=resident, settled=own)
+        return decided(_Found(codecs[0], formats[0], layout, specs), False, [])
+    specs = specs_of(codecs[-1], formats[-1])
+    raise DoesNotFitError(_refusal(problem, inventory, specs, everything, own, bounds, options))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Found:
+    """A layout that fits, and the formats that it fits with."""
+
+    codec: str
+    moments: str
+    layout: Layout
+    specs: list[GroupSpec]
+
+
+def _first(
+    formats: Sequence[tuple[str, str]],
+    layout_of: Callable[[str, str], Layout],
+    specs_of: Callable[[str, str], list[GroupSpec]],
+    dry: bool,
+) -> tuple[_Found | None, DoesNotFitError | None]:
+    """Return the first formats of codec and moments that fit, without the disk if `dry` and possible.
+
+    Returns:
+        What was found, or None and the error of the first try.
+    """
+    problem: DoesNotFitError | None = None
+    with_files: _Found | None = None
+    for codec, moments in formats:
         try:
-            layout = place(specs, bounds.budgets, forced=everything)
+            layout = layout_of(codec, moments)
         except DoesNotFitError as error:
             problem = problem or error
             continue
-        adapts = any(force is None and here for force, here in zip(forced, everything, strict=True))
-        why = _why_codec(codec, auto, layout, bounds)
-        if adapts:
-            need = format_bytes(sum(s.device + s.fixed for s in specs) + reserve)
-            why.append(
-                f"param_offload=auto: {need} for everything at once, {format_bytes(bounds.budgets.device)} "
-                f"may be used: {len(layout.paged)} groups start paged"
-            )
-        return decided(codec, layout, specs, adapts and bool(inventory.blocks), why)
-    if not options.check_memory:
-        layout = place(specs_of(codecs[0]), Budgets(1 << 62, 1 << 62, 1 << 62), forced=forced)
-        return decided(codecs[0], layout, specs_of(codecs[0]), False, [])
-    raise DoesNotFitError(_refusal(problem, inventory, specs_of, codecs, everything, bounds, options))
+        found = _Found(codec, moments, layout, specs_of(codec, moments))
+        if not dry or "disk" not in layout.tiers:
+            return found, None
+        with_files = with_files or found
+    return with_files, problem
+
+
+def moment_formats(optimizer: Optimizer | None, options: WrapOptions) -> list[str]:
+    """Return the formats that moments may have, best first."""
+    if isinstance(optimizer, OffloadAdamW):
+        return [optimizer.moment_format]
+    if options.moment_dtype != "auto":
+        return [str(options.moment_dtype)]
+    return ["float32", "bfloat16"] + (["int8"] if options.optimizer_mode != "gpu" else [])
+
+
+def _why_moments(
+    found: _Found,
+    formats: list[str],
+    specs_of: Callable[[str, str], list[GroupSpec]],
+    bounds: Limits,
+) -> str:
+    if found.moments == formats[0]:
+        return f"moment_dtype=auto: {found.moments}, RAM is not short"
+    paged = found.layout.paged
+    exact = sum(s.paged if i in paged else s.host for i, s in enumerate(specs_of(found.codec, formats[0])))
+    host = bounds.budgets.host if bounds.budgets.host is not None else bounds.budgets.device
+    return (
+        f"moment_dtype=auto: {found.moments}; {formats[0]} moments would need {format_bytes(exact)} of RAM "
+        f"where {format_bytes(max(host, 0))} may be used"
+    )
+
+
+def _settling(inventory: Inventory, device: torch.device, optimizer: Optimizer | None) -> frozenset[int]:
+    """Return the trained units whose optimizer works on the host while they compute on a GPU.
+
+    That is what `OffloadAdamW` does by itself; asked for another mode, or given a placement of its own, it
+    keeps what it was asked for.
+    """
+    if device.type == "cpu" or not isinstance(optimizer, OffloadAdamW):
+        return frozenset()
+    if optimizer.mode == "gpu" or optimizer.placement is not place_by_size:
+        return frozenset()
+    return inventory.trained(optimizer)
 
 
 def _forced(inventory: Inventory, want: Asked, options: WrapOptions) -> list[bool | None]:
@@ -138,39 +254,27 @@ def _forced(inventory: Inventory, want: Asked, options: WrapOptions) -> list[boo
     return forced
 
 
-def _comfortable(
-    specs: list[GroupSpec], budgets: Budgets, reserve: int, forced: list[bool | None]
-) -> Layout | None:
-    """Return the layout that pages nothing beyond what is forced, if it fits with the whole reserve."""
-    try:
-        layout = place(specs, budgets, reserve=reserve, forced=[bool(force) for force in forced])
-    except DoesNotFitError:
-        return None
-    return layout
-
-
-def _why_codec(codec: str, auto: bool, layout: Layout, bounds: Limits) -> list[str]:
+def _why_codec(found: _Found, auto: bool, bounds: Limits) -> list[str]:
     if not auto:
         return []
     room = format_bytes(bounds.budgets.device)
-    need = format_bytes(layout.device_bytes)
-    return [f"quantize=auto: {codec}, {need} of {room} with {len(layout.paged)} groups paged"]
+    need = format_bytes(found.layout.device_bytes)
+    return [f"quantize=auto: {found.codec}, {need} of {room} with {len(found.layout.paged)} groups paged"]
 
 
 def _refusal(
     problem: DoesNotFitError | None,
     inventory: Inventory,
-    specs_of: Callable[[str], list[GroupSpec]],
-    codecs: list[str],
+    specs: list[GroupSpec],
     forced: Sequence[bool],
+    own: frozenset[int],
     bounds: Limits,
     options: WrapOptions,
 ) -> str:
     """Say what is missing, and the nearest options that would fit."""
-    specs = specs_of(codecs[-1])
     cpu = bounds.budgets.host is None
     name = "ram_budget" if cpu else "vram_budget"
-    smallest = least(specs, forced=list(forced))
+    smallest = least(specs, forced=list(forced), settled=own)
     # What is left unplanned grows with the budget; the GPU's context comes on top of what PyTorch holds.
     need = int(smallest * 1.3) + bounds.others + (4 << 20 if cpu else CONTEXT_BYTES)
     hints = [
@@ -192,7 +296,15 @@ def _refusal(
     return f"wrap(model): {problem}. What would help: {'; '.join(hints)}"
 
 
+def optimizer_tier(tier: str, trained: bool, device: torch.device, settling: bool) -> str:
+    """Say where the state of a group's trained weights is, for the plan."""
+    if not trained:
+        return ""
+    return tier if tier != "device" or settling or device.type == "cpu" else "host"
+
+
 def make_plan(
+    inventory: Inventory,
     groups: BlockMap,
     model: nn.Module,
     device: torch.device,
@@ -205,9 +317,11 @@ def make_plan(
 ) -> Plan:
     """Write down what was done, as plain data."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    ours = isinstance(optimizer, OffloadAdamW)
+    trained = inventory.trained(optimizer) if ours else frozenset()
     rows = []
     index = -1
-    for group, tier in zip(groups.groups, decided.layout.tiers, strict=True):
+    for number, (group, tier) in enumerate(zip(groups.groups, decided.layout.tiers, strict=True)):
         block = group.kind == "block"
         index += block
         own = [parameters[name] for name in group.parameters if name in parameters]
@@ -223,6 +337,8 @@ def make_plan(
                 policy=policy,
                 codec=codecs.pop() if len(codecs) == 1 else "mixed" if codecs else "none",
                 bytes=sum(parameter_bytes(p) for p in own),
+                settled=number in decided.layout.settled,
+                optimizer=optimizer_tier(tier, number in trained, device, number in decided.settling),
             )
         )
     used = {row.codec for row in rows} - {"none"}
@@ -233,9 +349,10 @@ def make_plan(
         numerics=Numerics(
             quantize=used.pop() if len(used) == 1 else "mixed" if used else decided.codec,
             quant_block_size=options.quant_block_size,
-            moment_dtype=options.moment_dtype,
+            moment_dtype=decided.moments,
         ),
-        optimizer="cpu" if isinstance(optimizer, OffloadAdamW) else "none",
+        optimizer=optimizer.mode if isinstance(optimizer, OffloadAdamW) else "none",
+        prefetch_depth=options.prefetch_depth,
         slots=len(pager.slots) if pager is not None else 0,
         budgets={
             "device": budgets.device,

@@ -24,6 +24,7 @@ __all__ = ["Inventory", "Unit", "reserve_for"]
 #: Bytes of both moments per trained element; int8 ones have a scale for every 256.
 _MOMENTS = {"float32": 8, "bfloat16": 4, "int8": 2 + 2 * 4 / 256}
 _MASTER = 4  # and an fp32 weight where the parameter is not one
+_LOW = (torch.bfloat16, torch.float16)
 _TOKENS = 2048  # of a micro-batch, where nobody has said how long one is
 
 
@@ -141,6 +142,8 @@ class Inventory:
         codec: str,
         block_size: int,
         packed: frozenset[int],
+        settling: frozenset[int] = frozenset(),
+        moments: str = "float32",
     ) -> list[GroupSpec]:
         """Return what each unit takes.
 
@@ -150,17 +153,30 @@ class Inventory:
             codec: Codec of the Parameters in `packed`.
             block_size: Its values per scale.
             packed: ids of the frozen Parameters that are going to be packed.
+            settling: Indices of units that are paged, in a slot of their own, where their optimizer works on
+                the host: resident they have its state beside them.
+            moments: Format of the moments of an `OffloadAdamW`.
         """
         held = _trained_by(optimizer)
         cpu = device.type == "cpu"
         ours = isinstance(optimizer, OffloadAdamW)
-        moments = _MOMENTS[optimizer.moment_format] if isinstance(optimizer, OffloadAdamW) else 8
-        return [self._spec(unit, cpu, ours, held, moments, codec, block_size, packed) for unit in self.units]
+        each = _MOMENTS[moments] if ours else 8
+        return [
+            self._spec(unit, cpu or index in settling, ours, held, each, codec, block_size, packed)
+            for index, unit in enumerate(self.units)
+        ]
+
+    def trained(self, optimizer: Optimizer | None) -> frozenset[int]:
+        """Return the indices of the units with pageable Parameters that an optimizer trains."""
+        held = _trained_by(optimizer)
+        return frozenset(
+            index for index, unit in enumerate(self.units) if any(id(p) in held for p in unit.pageable)
+        )
 
     def _spec(
         self,
         unit: Unit,
-        cpu: bool,
+        beside: bool,
         ours: bool,
         held: frozenset[int],
         moments: float,
@@ -175,15 +191,17 @@ class Inventory:
 
         device = host = paged = scratch = foreign = 0
         for parameter in unit.pageable:
-            grad, state, on_host = _training_bytes(parameter, held, cpu, moments)
+            grad, state, on_host = _training_bytes(parameter, held, beside, moments)
             device += stored(parameter) + grad + (0 if on_host else state)
-            host += state + grad if on_host else 0
+            # Kept up there, a gradient has a buffer, and an fp32 weight a copy.
+            copied = 0 if parameter.dtype in _LOW else parameter.numel() * 4
+            host += state + grad + copied if on_host else 0
             # A foreign optimizer keeps its state in RAM wherever the weight is.
             paged += stored(parameter) + grad + (state if ours else 0)
             foreign += 0 if ours or on_host else state
             # A loss in chunks adds up the gradient of the head piece by piece.
             scratch += 2 * grad if unit.group.kind == "head" else grad
-        fixed = sum(stored(p) + sum(_training_bytes(p, held, cpu, moments)[:2]) for p in unit.fixed)
+        fixed = sum(stored(p) + sum(_training_bytes(p, held, beside, moments)[:2]) for p in unit.fixed)
         device -= foreign
         around = unit.group.kind != "block" and all(gathers(module) for _, module in unit.modules)
         slot = 0 if around else SlotLayout([_like(p) for p in self._in_slot(unit)]).nbytes
@@ -217,16 +235,19 @@ def _trained_by(optimizer: Optimizer | None) -> frozenset[int]:
 
 
 def _training_bytes(
-    parameter: Tensor, held: frozenset[int], cpu: bool, moments: float
+    parameter: Tensor, held: frozenset[int], beside: bool, moments: float
 ) -> tuple[int, int, bool]:
-    """Bytes of gradient and optimizer state, and whether the state lives on the host while it is resident."""
+    """Bytes of gradient and optimizer state, and whether the state lives on the host while it is resident.
+
+    Where the state is `beside` its Parameter, that is never so.
+    """
     if not parameter.requires_grad:
         return 0, 0, False
     grad = parameter.numel() * parameter.element_size()
     if id(parameter) not in held:
         return grad, 0, False
-    on_host = not cpu and place_by_size(parameter) == "host"
-    master = _MASTER if on_host or parameter.dtype in (torch.bfloat16, torch.float16) else 0
+    on_host = not beside and place_by_size(parameter) == "host"
+    master = _MASTER if parameter.dtype in _LOW else 0
     return grad, int(parameter.numel() * (moments + master)), on_host
 
 

@@ -21,7 +21,7 @@ __all__ = ["WrapOptions"]
 
 _MIB = 1 << 20
 _MOMENTS = {
-    "auto": "float32",  # nothing is short of RAM enough yet to choose another format
+    "auto": "auto",
     "float32": "float32",
     "fp32": "float32",
     torch.float32: "float32",
@@ -160,7 +160,7 @@ class WrapOptions:
     def _check_choices(self) -> None:
         tri = ("auto", True, False)
         for name, accepted, off in (
-            ("optimizer_mode", ("cpu", "gpu", "auto"), ("cpu", "auto")),
+            ("optimizer_mode", ("cpu", "gpu", "auto"), None),
             ("offload", ("auto", True), None),
             ("prefer", ("exact", "speed"), None),
             ("attention", ("auto", "cudnn", "efficient", "flash", "math", None), ("auto", None)),
@@ -182,7 +182,6 @@ class WrapOptions:
     def _check_numbers(self) -> None:
         options.integer("quant_block_size", self.quant_block_size, minimum=2, multiple_of=2)
         options.integer("prefetch_depth", self.prefetch_depth, minimum=1)
-        _off("prefetch_depth", self.prefetch_depth, (1,))
         if self.accumulation_steps is not None:
             options.integer("accumulation_steps", self.accumulation_steps, minimum=1)
         if self.threads is not None:
@@ -210,7 +209,7 @@ class WrapOptions:
             )
         if self.max_inflight_bytes is not None:
             size = _bytes("max_inflight_bytes", self.max_inflight_bytes)
-            options.not_yet("max_inflight_bytes", size, (None,))
+            self.max_inflight_bytes = options.integer("max_inflight_bytes", size, minimum=1)
         for name in ("vram_budget", "ram_budget", "disk_budget"):
             if getattr(self, name) is not None:
                 setattr(self, name, _budget(name, getattr(self, name)))
@@ -275,20 +274,21 @@ class WrapOptions:
             if text and getattr(self, option) is None:
                 setattr(self, option, _budget(option, text, f" (environment variable {variable})"))
 
-    def notes(self, *, adapts: bool = False, on_cpu: bool = False) -> list[str]:
+    def notes(self, *, adapts: bool = False, on_cpu: bool = False, settles: bool = False) -> list[str]:
         """Return one line for each ``"auto"`` that is not decided elsewhere.
 
         Args:
             adapts: Placement and activations are decided by measurement.
             on_cpu: The model computes on the CPU.
+            settles: The optimizer of trained weights works on the host until there is room for its state.
         """
         lines = []
+        if settles and self.offload == "auto":
+            lines.append("offload=auto: the optimizer's state returns after the first steps, as room allows")
         if adapts:
             lines.append("param_offload, activation_offload, recompute: by measurement of the first steps")
-        if self.offload == "auto":
-            lines.append(
-                "offload=auto: optimizer state stays where the placement rule puts it (no takeover yet)"
-            )
+        if self.offload == "auto" and not settles:
+            lines.append("offload=auto: no optimizer state is on the host of a GPU: nothing to take over")
         if self.outliers:
             lines.append(f"outliers={self.outliers:g} ignored: it applies to nvfp4 on tensor cores only")
         if self.vram_budget is not None and on_cpu:

@@ -213,6 +213,7 @@ def start_paging(
     pager = WeightPager(
         tiers.device,
         slots=max(layout.slots, 1),
+        prefetch=options.prefetch_depth,
         gradients=tiers,
         activations=store,
         min_offload_bytes=int(options.min_offload_bytes),

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from trainstream._options import WrapOptions
     from trainstream._paging import Tiers
     from trainstream._tuner import Tuner
+    from ts_optim.placement import PlacePolicy
     from ts_paging.pager import WeightPager
 
 __all__ = ["Instead", "Session", "converting", "session_of", "zero_grad"]
@@ -50,6 +51,7 @@ class Session:
         events: What happened and what was decided, as lines of text.
         decisions: The lines that decided an ``"auto"`` option.
         adapting: True while the session still tunes itself.
+        placement: Where the optimizer kept state of CUDA parameters before; None if that was not changed.
         undo: What `unwrap()` calls beside taking back what it knows of.
         history: Measurements of the latest steps: ``step``, ``step_s`` (seconds since the previous step, 0.0
             for the first),
@@ -81,6 +83,7 @@ class Session:
         self.adapting = tuner is not None
         self.history: collections.deque[dict[str, float]] = collections.deque(maxlen=_HISTORY)
         self.steps = 0
+        self.placement: PlacePolicy | None = None
         self.undo: list[Callable[[], None]] = []
         self._last: float | None = None
         self._hooks: list[RemovableHandle] = []

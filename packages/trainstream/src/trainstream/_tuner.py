@@ -2,24 +2,31 @@
 
 What activations and temporaries take is known only once a step has run, and a budget must hold from the first
 one. So with a budget everything that can be paged starts paged and every block recomputes. Two steps are
-measured; then activations are kept and blocks return to the device, as far as the measured peak leaves room.
-None of this changes a bit of the result.
+measured; then weights come back as far as the measured peak leaves room: first into slots of their own, so
+that they cross the link once a step, then wholly, with the state of their optimizer. Activations are kept in
+what is left; before that, where it is not the link or the optimizer that a step waits for. Without a budget,
+and with room for everything, only the optimizer's state comes back. None of this changes a bit of the result.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
 
 from trainstream._budget import Limits, host_used
+from trainstream._decide import Decided, optimizer_tier
 from trainstream._inventory import Inventory
+from trainstream._link import link_rate
+from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers
 from trainstream._staging import bring_back
 from ts_core.memory import format_bytes
-from ts_core.planner import GroupSpec, layout_of
+from ts_core.planner import layout_of
 from ts_core.usage import PeakSampler, release_free_memory
 from ts_optim import OffloadAdamW
 from ts_paging.governor import ActivationGovernor
@@ -28,44 +35,71 @@ from ts_paging.pager import WeightPager
 if TYPE_CHECKING:
     from trainstream._session import Session
 
-__all__ = ["Tuner"]
+__all__ = ["Tuner", "settle"]
 
 _MEASURED = 2  # steps before anything returns
-_ROUNDS = 2  # times that blocks may return
+_ROUNDS = 4  # times that groups may return
+_LINK_BOUND = 0.7  # share of a step that the link is busy, from which a step waits for it
+
+
+def settle(session: Session, pager: WeightPager, inventory: Inventory, indices: Iterable[int]) -> bool:
+    """Give units a slot of their own; where the device has no room after all, they go on sharing.
+
+    Args:
+        session: Told about it.
+        pager: The attached pager.
+        inventory: The model's units.
+        indices: Of the units.
+
+    Returns:
+        Whether they have it now.
+    """
+    names = [name for index in indices for name, _ in inventory.units[index].modules]
+    try:
+        pager.settle(names)
+    except torch.OutOfMemoryError as error:
+        session.events.add(f"no room for the weights of {len(names)} modules at once ({error}): they stream")
+        return False
+    return True
 
 
 class Tuner:
     """Adapts one session within its limits.
 
     Attributes:
-        governor: Decides about activations at the start of each pass.
+        governor: Decides about activations at the start of each pass; None where their policy is fixed.
     """
 
     def __init__(
         self,
         pager: WeightPager,
         inventory: Inventory,
-        specs: list[GroupSpec],
-        paged: frozenset[int],
+        decided: Decided,
         want: Asked,
         tiers: Tiers,
         limits: Limits,
+        *,
+        options: WrapOptions,
     ) -> None:
         """Start with what `wrap()` placed.
 
         Args:
             pager: The attached pager.
             inventory: The model's units.
-            specs: What each of them takes.
-            paged: Indices of the units that are paged now.
+            decided: What was decided about them.
             want: What the options ask for.
             tiers: Where paged weights live.
             limits: What may be used.
+            options: Whether the optimizer's state may return.
         """
         self._pager = pager
         self._inventory = inventory
-        self._specs = specs
-        self._paged = set(paged)
+        self._specs = decided.specs
+        self._paged = set(decided.layout.paged)
+        self._settled = set(decided.layout.settled)
+        self._settling = decided.settling
+        self._takes_over = options.offload == "auto"
+        self._slots = options.prefetch_depth + 1
         self._want = want
         self._tiers = tiers
         self._limits = limits
@@ -73,11 +107,17 @@ class Tuner:
         self._rounds = 0
         self._cpu = tiers.device.type == "cpu"
         self._sampler: PeakSampler | None = None
-        hard = limits.cap if limits.cap is not None and self._cpu else limits.room
-        self.governor = ActivationGovernor(
-            pager.blocks, want.fallback, limits.used, hard, limits.room, limits.used if self._cpu else None
-        )
+        self.governor: ActivationGovernor | None = None
+        if decided.governed:
+            hard = limits.cap if limits.cap is not None and self._cpu else limits.room
+            relief = limits.used if self._cpu else None
+            self.governor = ActivationGovernor(
+                pager.blocks, want.fallback, limits.used, hard, limits.room, relief
+            )
         pager.governor = self.governor
+        if self.governor is not None:
+            self.governor.hold = not self._cpu
+        self._since = (0.0, 0)
         forced = iter(want.paged)
         self._forced = [next(forced) if unit.group.kind == "block" else None for unit in inventory.units]
 
@@ -102,71 +142,146 @@ class Tuner:
         return int(peak)
 
     def after_step(self, session: Session) -> None:
-        """Take the measure of a step; bring blocks back once enough is known."""
+        """Take the measure of a step; bring groups back once enough is known."""
         if not session.adapting:
             return
         self._steps += 1
         if self._cpu:
             release_free_memory()
+        else:
+            torch.cuda.synchronize(self._tiers.device)  # what is measured is whole steps
         peak = self._peak()
         governor = self.governor
-        if governor.base:
+        if governor is not None and governor.base:
             governor.learn(max(peak - governor.base - governor.kept, 0))
-        if self._steps > _MEASURED:
-            self._rounds += 1
-            if not self._bring_back(session, self._limits.room - peak):
-                self._rounds = _ROUNDS
-        policies = [
-            now if fallback is not None else asked
-            for now, fallback, asked in zip(
-                governor.policies, self._want.fallback, self._want.policy, strict=True
-            )
-        ]
+        held = governor is not None and governor.hold
+        if self._steps == _MEASURED and held and governor is not None:
+            governor.hold = held = self._waits_for_others(session)
+        if self._steps > _MEASURED or held:
+            self._advance(session, peak)
+        self._since = (time.perf_counter(), self._pager.host_bytes)
+        policies = self._policies()
         self._write_down(session, policies)
         if self._rounds >= _ROUNDS:
             session.adapting = False
+            shared = len(self._paged) - len(self._settled)
             session.events.add(
-                f"settled after {self._steps} steps: {len(self._paged)} groups are paged, "
-                f"{policies.count('keep')} of {len(policies)} blocks keep their activations; peak "
-                f"{format_bytes(peak)} of {format_bytes(self._limits.room)}"
+                f"settled after {self._steps} steps: {shared} groups are paged, {len(self._settled)} have "
+                f"their optimizer on the host, {policies.count('keep')} of {len(policies)} blocks keep their "
+                f"activations; peak {format_bytes(peak)} of {format_bytes(self._limits.room)}"
             )
             self.stop()
+            if not self._paged and governor is None and not self._want.hooked:
+                self._pager.detach()
+
+    def _advance(self, session: Session, peak: int) -> None:
+        """Go one round on, or be done."""
+        if self._steps < _MEASURED:
+            return
+        self._rounds += 1
+        if self._bring_back(session, self._limits.room - peak) and self._rounds < _ROUNDS:
+            return
+        self._rounds = _ROUNDS
+        governor = self.governor
+        if governor is not None and governor.hold:
+            governor.hold = False  # activations have what is left
+            self._rounds -= 1  # and one more step to be measured with them
+
+    def _waits_for_others(self, session: Session) -> bool:
+        """Whether a step waits for the link, or for the optimizer on the host, rather than for computation.
+
+        Room then goes to weights and to the optimizer's state first: a byte of either saves more time than a
+        byte of activations.
+        """
+        if self._settling:
+            return True
+        since, moved = self._since
+        seconds = time.perf_counter() - since
+        rate = link_rate(self._tiers.device)
+        share = (self._pager.host_bytes - moved) / rate / seconds
+        session.decide(
+            f"weights or activations: the link ({rate / 1e9:.1f} GB/s) was busy for {share:.0%} of a step: "
+            f"{'weights' if share > _LINK_BOUND else 'activations'} have the room first"
+        )
+        return share > _LINK_BOUND
+
+    def _policies(self) -> list[str]:
+        if self.governor is None:
+            return list(self._want.policy)
+        return [
+            now if fallback is not None else asked
+            for now, fallback, asked in zip(
+                self.governor.policies, self._want.fallback, self._want.policy, strict=True
+            )
+        ]
 
     def _write_down(self, session: Session, policies: list[str]) -> None:
         """Let the session's plan say what holds now."""
         left = iter(policies)
-        rows = tuple(
-            dataclasses.replace(
-                row,
-                tier=row.tier if index in self._paged else "device",
-                policy=next(left) if row.kind == "block" else row.policy,
+        rows = []
+        for index, row in enumerate(session.plan.blocks):
+            tier = row.tier if index in self._paged else "device"
+            optimizer = optimizer_tier(tier, bool(row.optimizer), self._tiers.device, index in self._settling)
+            rows.append(
+                dataclasses.replace(
+                    row,
+                    tier=tier,
+                    policy=next(left) if row.kind == "block" else row.policy,
+                    settled=index in self._settled,
+                    optimizer=optimizer,
+                )
             )
-            for index, row in enumerate(session.plan.blocks)
-        )
-        layout = layout_of(self._specs, frozenset(self._paged), self._limits.budgets)
+        paged, settled = frozenset(self._paged), frozenset(self._settled)
+        layout = layout_of(self._specs, paged, self._limits.budgets, slots=self._slots, settled=settled)
         predicted = {
             "device": layout.device_bytes,
-            "activations": self.governor.kept,
+            "activations": self.governor.kept if self.governor is not None else 0,
             "host": layout.host_bytes,
             "disk": layout.disk_bytes,
         }
         slots = len(self._pager.slots)
-        session.plan = dataclasses.replace(session.plan, blocks=rows, slots=slots, predicted=predicted)
+        session.plan = dataclasses.replace(session.plan, blocks=tuple(rows), slots=slots, predicted=predicted)
+
+    def _choose(self, room: int) -> tuple[list[int], list[int]]:
+        """Say which units settle, and which return wholly, while `room` lasts.
+
+        What streams is first, blocks before the groups around them; then the optimizer's state of what has
+        settled, in the order in which the next pass needs it.
+        """
+        settling: list[int] = []
+        returning: list[int] = []
+        streaming = [i for i in sorted(self._paged - self._settled) if self._forced[i] is not True]
+        for index in sorted(streaming, key=lambda i: self._specs[i].kind != "block"):
+            spec = self._specs[index]
+            cost = spec.slot if index in self._settling else spec.device
+            if cost <= room:
+                room -= cost
+                (settling if index in self._settling else returning).append(index)
+        if self._takes_over:
+            due = sorted({*self._settled, *settling}, key=lambda i: self._specs[i].kind == "block")
+            for index in due:
+                cost = self._specs[index].device - self._specs[index].slot
+                if cost <= room:
+                    room -= cost
+                    returning.append(index)
+        return [index for index in settling if index not in returning], returning
 
     def _bring_back(self, session: Session, room: int) -> int:
-        """Return units to the device while `room` lasts, blocks first; say how many."""
-        candidates = [i for i in sorted(self._paged) if self._forced[i] is not True]
-        candidates.sort(key=lambda i: self._specs[i].kind != "block")
-        chosen = []
-        for index in candidates:
-            if self._specs[index].device <= room:
-                room -= self._specs[index].device
-                chosen.append(index)
-        if not chosen:
-            return 0
-        names: list[str] = []
-        for index in chosen:
-            names += [name for name, _ in self._inventory.units[index].modules]
+        """Return units to the device while `room` lasts; say how many."""
+        settling, returning = self._choose(room)
+        if settling:
+            if settle(session, self._pager, self._inventory, settling):
+                self._settled.update(settling)
+                session.events.add(f"{len(settling)} groups settle on {self._tiers.device}: there is room")
+            else:
+                settling = []
+        if returning:
+            self._return(session, returning)
+        return len(settling) + len(returning)
+
+    def _return(self, session: Session, chosen: list[int]) -> None:
+        """Let units be resident from now on, with gradients and optimizer state."""
+        names = [name for index in chosen for name, _ in self._inventory.units[index].modules]
         free: list[nn.Parameter] = []
         self._pager.unpage(names, free.append)
         self._tiers.to_host(free)
@@ -174,9 +289,10 @@ class Tuner:
         if isinstance(session.optimizer, OffloadAdamW):
             session.optimizer.rehouse([p for p in free if p.requires_grad])
         self._paged -= set(chosen)
+        self._settled -= set(chosen)
         session.events.add(
             f"{len(chosen)} groups return to {self._tiers.device}: the measured peak leaves room"
         )
-        # Their gradients now come into being in backward, on the device.
-        self.governor.expect(sum(self._specs[index].scratch for index in chosen))
-        return len(chosen)
+        if self.governor is not None:
+            # Their gradients now come into being in backward, on the device.
+            self.governor.expect(sum(self._specs[index].scratch for index in chosen))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,20 +18,21 @@ from torch.optim import Optimizer
 
 import ts_quant
 from trainstream._budget import limits
-from trainstream._decide import Decided, decide, make_plan
+from trainstream._decide import Decided, decide, make_plan, moment_formats
 from trainstream._device import answer_with
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers, asked, start_paging
 from trainstream._session import Instead, Session, converting, session_of, zero_grad
 from trainstream._staging import bring_back, commit, stage
-from trainstream._tuner import Tuner
+from trainstream._tuner import Tuner, settle
 from ts_core import registry
 from ts_core.blocks import block_map, find_blocks
 from ts_core.errors import ArgumentTypeError, OptionError, StateError
 from ts_core.planner import Layout
 from ts_core.usage import keep_heap_tight, release_free_memory
 from ts_optim import OffloadAdamW
+from ts_optim.placement import PlacePolicy
 
 __all__ = ["unwrap", "wrap"]
 
@@ -78,13 +80,16 @@ def wrap(
     checked = WrapOptions.from_kwargs(**options)
     blocks = find_blocks(model, checked.blocks)
     device = _target_device(model, checked)
-    _use_fast_copies(device)
+    _use_fast_copies(device, checked.max_inflight_bytes)
     want = asked(checked, len(blocks), cpu=device.type == "cpu")
-    adopted, how = _adopt(model, optimizer, checked)
+    formats = moment_formats(optimizer, checked)
+    adopted, how = _adopt(model, optimizer, checked, formats[0])
     inventory = Inventory(model, block_map(model, checked.blocks), blocks)
     tiers = Tiers(device, checked.disk_offload, checked.disk_budget)
     bounds = limits(model, optimizer, device, checked, Tiers.folder(checked.disk_offload))
-    decided = decide(model, inventory, blocks, device, adopted, want, bounds, checked)
+    decided = decide(model, inventory, blocks, device, adopted, want, bounds, checked, formats)
+    if isinstance(adopted, OffloadAdamW) and adopted.moment_format != decided.moments:
+        adopted, how = _adopt(model, optimizer, checked, decided.moments)
     undo: list[Callable[[], None]] = []
     renamed: list[Callable[[], None]] = []
     pager = None
@@ -101,12 +106,16 @@ def wrap(
             undo.append(pager.detach)
             renamed = answer_with(model, device)
             undo += renamed
+        placement = None
         if isinstance(adopted, OffloadAdamW) and paged:
+            placement = adopted.placement
+            undo.append(partial(adopted.set_placement, placement))
+            adopted.set_placement(_beside(inventory, decided.settling, placement))
             adopted.set_memory(tiers.memory_for)
             adopted.rehouse([p for p in paged.values() if p.requires_grad])
         tuner = None
         if decided.adapts and pager is not None:
-            tuner = Tuner(pager, inventory, decided.specs, decided.layout.paged, want, tiers, bounds)
+            tuner = Tuner(pager, inventory, decided, want, tiers, bounds, options=checked)
         if bounds.device_cap is not None:
             _cap_device(device, bounds.device_cap)
     except BaseException:
@@ -121,12 +130,20 @@ def wrap(
         keep_heap_tight()  # it costs page faults: a third of the time of small steps
     if device.type == "cpu" and paged:
         release_free_memory()
-    plan = make_plan(groups, model, device, decided, adopted, want, pager, bounds, checked)
+    plan = make_plan(inventory, groups, model, device, decided, adopted, want, pager, bounds, checked)
     session = Session(model, adopted, checked, groups, plan, pager, tiers, tuner)
+    session.placement = placement
+    if decided.layout.settled and pager is not None:
+        settle(session, pager, inventory, decided.layout.settled)
     session.undo += renamed
     for line in _story(session, how, decided, want, len(blocks)):
         session.events.add(line)
-    for line in [*decided.why, *checked.notes(adapts=decided.adapts, on_cpu=device.type == "cpu")]:
+    told = {
+        "adapts": decided.adapts and decided.governed,
+        "on_cpu": device.type == "cpu",
+        "settles": bool(decided.settling),
+    }
+    for line in [*decided.why, *checked.notes(**told)]:
         session.decide(line)
     model.__dict__["_trainstream_session"] = session
     if pager is not None:
@@ -149,6 +166,12 @@ def _assign(inventory: Inventory, layout: Layout, tiers: Tiers) -> dict[int, nn.
         if tier == "disk":
             tiers.to_disk([p for p in inventory.units[index].pageable if id(p) in paged])
     return paged
+
+
+def _beside(inventory: Inventory, settling: frozenset[int], default: PlacePolicy) -> PlacePolicy:
+    """Return the placement of optimizer state: weights that return to the device take theirs along."""
+    moving = {id(p) for index in settling for p in inventory.units[index].pageable}
+    return lambda parameter: "device" if id(parameter) in moving else default(parameter)
 
 
 def _cap_device(device: torch.device, cap: int | None) -> None:
@@ -208,6 +231,8 @@ def unwrap(model: nn.Module) -> nn.Module:
         session.tiers.to_host(paged)
         bring_back(model, session.optimizer, {id(p): p for p in paged}, device)
         if isinstance(session.optimizer, OffloadAdamW):
+            if session.placement is not None:
+                session.optimizer.set_placement(session.placement)
             session.optimizer.rehouse([p for p in paged if p.requires_grad])
             session.optimizer.set_memory(None)
     session.tiers.close()
@@ -234,25 +259,36 @@ def _target_device(model: nn.Module, options: WrapOptions) -> torch.device:
     return devices.pop() if devices else torch.device("cpu")
 
 
-def _use_fast_copies(device: torch.device) -> None:
-    """Put ts-paging's pinned allocator and copy engine in the place of torch's, once a GPU is used."""
-    if device.type == "cuda":
-        import ts_paging
+def _use_fast_copies(device: torch.device, inflight: int | None) -> None:
+    """Put ts-paging's pinned allocator and copy engine in the place of torch's, once a GPU is used.
 
-        if not isinstance(registry.copy_engine(), ts_paging.CopyEngine):
-            registry.set_host_allocator(ts_paging.PinnedAllocator())
-            registry.set_copy_engine(ts_paging.CopyEngine())
+    Args:
+        device: Where the model computes.
+        inflight: Bytes of copies under way at most; None: 1 GiB, or a tenth of the device's memory if less.
+    """
+    if device.type != "cuda":
+        return
+    import ts_paging
+
+    if inflight is None:
+        inflight = min(1 << 30, torch.cuda.get_device_properties(device).total_memory // 10)
+    now = registry.copy_engine()
+    if not isinstance(now, ts_paging.CopyEngine):
+        registry.set_host_allocator(ts_paging.PinnedAllocator())
+    if not isinstance(now, ts_paging.CopyEngine) or now.max_inflight_bytes != inflight:
+        registry.set_copy_engine(ts_paging.CopyEngine(max_inflight_bytes=inflight))
 
 
 def _adopt(
-    model: nn.Module, optimizer: Optimizer | None, options: WrapOptions
+    model: nn.Module, optimizer: Optimizer | None, options: WrapOptions, moments: str
 ) -> tuple[Optimizer | None, str]:
-    """Return the optimizer to use, and the event that says how it came about."""
+    """Return the optimizer to use, with moments of that format, and the event that says how it came about."""
     settings: dict[str, Any] = {
         "max_grad_norm": options.max_grad_norm,
         "accumulation_steps": options.accumulation_steps,
         "threads": options.threads,
-        "moment_dtype": options.moment_dtype,
+        "moment_dtype": moments,
+        "mode": options.optimizer_mode,
     }
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -268,6 +304,8 @@ def _adopt(
             "wrap(optimizer): it holds none of the model's parameters, so the model would not train"
         )
     if isinstance(optimizer, OffloadAdamW):
+        _expect("moment_dtype", options.moment_dtype, "auto", optimizer.moment_format)
+        _expect("optimizer_mode", options.optimizer_mode, "cpu", optimizer.mode)
         for name in ("max_grad_norm", "accumulation_steps", "threads"):
             if getattr(options, name) is not None:
                 setattr(optimizer, name, getattr(options, name))
@@ -284,6 +322,14 @@ def _adopt(
     return _take_over(
         optimizer, settings
     ), f"optimizer: {type(optimizer).__name__} taken over by OffloadAdamW"
+
+
+def _expect(name: str, asked: str, default: str, made_with: str) -> None:
+    if asked not in (default, made_with):
+        raise OptionError(
+            f"option {name}: asked for {asked!r}, the given OffloadAdamW has {made_with!r}; make it "
+            "with the one you want, or leave the option out"
+        )
 
 
 def _cannot_take_over(optimizer: Optimizer) -> str:

@@ -33,6 +33,7 @@ class ActivationGovernor:
         limit: Bytes that may be used.
         room: Bytes that are planned with.
         base: Least bytes in use at the start of a pass since the last `learn`.
+        hold: Whether every managed block goes on falling back although there is room: it is for others.
         kept: Bytes that the blocks of the latest pass are taken to keep.
         largest: Bytes of the largest input of a pass so far.
     """
@@ -63,6 +64,7 @@ class ActivationGovernor:
         self._managed = list(managed)
         self._used = used
         self.limit = limit
+        self.hold = False
         self.base = 0
         self.kept = 0
         self.largest = 0
@@ -160,7 +162,7 @@ class ActivationGovernor:
             return
         each = max(int(self._per_byte * size), 1)
         keep = 0
-        if self._transient is not None:
+        if self._transient is not None and not self.hold:
             transient = self._transient * max(1.0, size / self._transient_input)
             keep = int(max(0, self.room - used - transient) // each)
         chosen = managed[max(0, len(managed) - keep) :]

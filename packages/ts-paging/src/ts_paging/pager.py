@@ -67,7 +67,7 @@ class WeightPager:
         device: torch.device,
         *,
         slots: int = 2,
-        prefetch: bool = True,
+        prefetch: int = 1,
         gradients: HostMemory | None = None,
         activations: ActivationStore | None = None,
         min_offload_bytes: int = 1 << 20,
@@ -78,7 +78,8 @@ class WeightPager:
         Args:
             device: Where blocks compute.
             slots: Slots of the stack, at least 1. Two let the next block arrive while one computes.
-            prefetch: Start bringing the block that followed last time.
+            prefetch: Blocks that are brought ahead, those that followed last time; each needs a slot that
+                none before it uses. 0 brings none.
             gradients: Memory for gradients on the host.
             activations: Where saved tensors go.
             min_offload_bytes: Smaller saved tensors stay.
@@ -96,7 +97,7 @@ class WeightPager:
         self.edges: list[PagedBlock] = []
         self.slots: list[Slot] = []
         self._count = slots
-        self._prefetch = prefetch
+        self._depth = prefetch
         self._next: dict[tuple[int, bool], PagedBlock] = {}
         self._last: PagedBlock | None = None
 
@@ -257,18 +258,25 @@ class WeightPager:
         return self._last
 
     def _hint(self, block: PagedBlock, backward: bool) -> None:
-        """Start bringing the block that followed last time, if that can run beside the computation."""
-        follower = self._next.get((id(block), backward))
-        if (
-            not self._prefetch
-            or follower is None
-            or follower.slot is block.slot
-            or (_slot_of(follower).owner is follower and (backward or not follower.stale()))
-            or (self.device.type == "cpu" and not follower.in_files())
-            or any((entry := guard_of(p)) is not None and entry.pending for p in follower.parameters)
-        ):
-            return
-        self._start(follower)
+        """Start bringing the blocks that followed last time, if that can run beside the computation."""
+        taken = {id(block.slot)}
+        follower = block
+        for _ in range(self._depth):
+            known = self._next.get((id(follower), backward))
+            if known is None or id(known.slot) in taken:
+                return
+            follower = known
+            taken.add(id(follower.slot))
+            if self._comes(follower, backward):
+                self._start(follower)
+
+    def _comes(self, block: PagedBlock, backward: bool) -> bool:
+        """Whether a block's weights are to be brought now, ahead of their use."""
+        if _slot_of(block).owner is block and (backward or not block.stale()):
+            return False
+        if self.device.type == "cpu" and not block.in_files():
+            return False
+        return not any((entry := guard_of(p)) is not None and entry.pending for p in block.parameters)
 
     def _start(self, block: PagedBlock) -> None:
         """Begin to bring a block's weights into its slot, whoever is there now."""

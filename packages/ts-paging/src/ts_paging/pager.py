@@ -14,6 +14,7 @@ from ts_core.guard import guard, guard_of, release
 
 from .activations import ActivationStore, HostActivations
 from .block import PagedBlock
+from .copy import h2d_many
 from .files import locate
 from .layout import copy_exactly
 from .rows import GatheredRows, gathers
@@ -21,6 +22,9 @@ from .sink import GradientSink, HostMemory
 from .slots import Slot
 
 __all__ = ["WeightPager"]
+
+
+_Batch = tuple[list[Tensor], list[Tensor]]
 
 
 class _Ticket(Protocol):
@@ -244,7 +248,7 @@ class WeightPager:
                 block.take_over(slot.owner)
                 slot.owner = block
             if slot.owner is not block or (fresh and block.stale()):
-                self._start(block)
+                self._start(block, urgent=True)
             self._finish(slot)
             if self._last is not block:
                 if self._last is not None:
@@ -278,12 +282,16 @@ class WeightPager:
             return False
         return not any((entry := guard_of(p)) is not None and entry.pending for p in block.parameters)
 
-    def _start(self, block: PagedBlock) -> None:
-        """Begin to bring a block's weights into its slot, whoever is there now."""
+    def _start(self, block: PagedBlock, urgent: bool = False) -> None:
+        """Begin to bring a block's weights into its slot, whoever is there now.
+
+        What lies in host memory crosses in one batch; `urgent` ones pass those that are only fetched ahead.
+        """
         slot = _slot_of(block)
         self._finish(slot)
         slot.owner = None  # if something fails on the way, nobody is there
         arriving: list[Callable[[], None]] = []
+        batch: _Batch = ([], [])
         for target, parameter in zip(block.fill_views, block.parameters, strict=True):
             entry = guard_of(parameter)
             if entry is not None:
@@ -291,14 +299,16 @@ class WeightPager:
             _check(block, target, parameter)
             packed: dict[str, Tensor] | None = getattr(parameter, "packed", None)
             if packed is not None:
-                parts = {key: self._move(part, None) for key, part in packed.items()}
+                parts = {key: self._move(part, None, batch) for key, part in packed.items()}
                 arriving.append(_decoding(parameter, parts, target))
             elif parameter.numel():
                 flat = target.as_strided((target.numel(),), (1,))
                 source = _in_order_of(target, parameter.detach()).as_strided((target.numel(),), (1,))
-                _, arrive = self._move(source, flat)
+                _, arrive = self._move(source, flat, batch)
                 if arrive is not None:
                     arriving.append(arrive)
+        if batch[0]:
+            arriving.insert(0, h2d_many(*batch, priority=int(urgent)).wait_stream)
         slot.arriving = arriving
         slot.owner = block
         block.filled()
@@ -313,12 +323,15 @@ class WeightPager:
             slot.owner = None
             raise
 
-    def _move(self, source: Tensor, target: Tensor | None) -> tuple[Tensor, Callable[[], None] | None]:
+    def _move(
+        self, source: Tensor, target: Tensor | None, batch: _Batch
+    ) -> tuple[Tensor, Callable[[], None] | None]:
         """Start moving one stored tensor to the device.
 
         Args:
             source: Where it lives: host memory, or a mapped file.
             target: Where it goes; None: wherever, it is decoded from there.
+            batch: Takes targets and sources that cross from host memory to a GPU.
 
         Returns:
             Where it will be, and what to call before using it (None: it is there).
@@ -336,7 +349,9 @@ class WeightPager:
                 return target, None
             if target is None:
                 target = torch.empty(source.shape, dtype=source.dtype, device=self.device)
-            return target, registry.copy_engine().h2d(target, source).wait_stream
+            batch[0].append(target)
+            batch[1].append(source)
+            return target, None
         files, key = place
         self.disk_bytes += source.nbytes
         if target is None:

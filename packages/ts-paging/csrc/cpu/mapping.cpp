@@ -2,15 +2,45 @@
 
 #include <errno.h>
 #include <fcntl.h>
+#include <pthread.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <unistd.h>
 
 #include <algorithm>
+#include <map>
+#include <mutex>
+#include <set>
 
 namespace ts::paging {
 namespace {
+
+// Memory is unmapped by whatever thread drops a tensor last, also without the interpreter.
+struct Known {
+  std::mutex mutex;
+  std::map<uintptr_t, FileMapping> by_address;  // of the first byte asked for
+  std::set<int64_t> numbers;
+  int64_t last = 0;
+};
+
+Known& known() {
+  static Known* all = [] {
+    // A child that is forked while another thread is in here must find the mutex free.
+    (void)pthread_atfork([] { known().mutex.lock(); }, [] { known().mutex.unlock(); },
+                         [] { known().mutex.unlock(); });
+    return new Known;
+  }();
+  return *all;
+}
+
+void remember(FileMapping* made) {
+  Known& all = known();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  made->number = ++all.last;
+  all.numbers.insert(made->number);
+  all.by_address[reinterpret_cast<uintptr_t>(made->data)] = *made;
+}
 
 Failure refused(const char* what, const std::string& path, int code) {
   return {Failure::kStorage, code,
@@ -29,9 +59,10 @@ FileMapping map_privately(const std::string& path, int64_t offset, int64_t bytes
   const int fd = open(path.c_str(), O_RDONLY | O_NOFOLLOW | O_CLOEXEC);
   if (fd < 0) throw refused("opening", path, errno);
   struct stat found;
-  const bool same = fstat(fd, &found) == 0 && S_ISREG(found.st_mode) &&
-                    found.st_dev == expected.device && found.st_ino == expected.inode &&
-                    found.st_size == expected.bytes;
+  const bool same =
+      fstat(fd, &found) == 0 && S_ISREG(found.st_mode) && found.st_dev == expected.device &&
+      found.st_ino == expected.inode && found.st_size == expected.bytes &&
+      int64_t{found.st_mtim.tv_sec} * 1000000000 + found.st_mtim.tv_nsec == expected.modified_ns;
   FileMapping made;
   const int64_t before = offset % page_size();
   made.mapped = before + bytes;
@@ -44,11 +75,54 @@ FileMapping map_privately(const std::string& path, int64_t offset, int64_t bytes
   (void)close(fd);
   if (code) throw refused("mapping", path, code);
   made.data = static_cast<char*>(made.base) + before;
+  remember(&made);
+  return made;
+}
+
+FileMapping map_shared(int directory, const std::string& name, const std::string& path,
+                       int64_t bytes) {
+  const int fd = openat(directory, name.c_str(), O_RDWR | O_NOFOLLOW | O_CLOEXEC);
+  if (fd < 0) throw refused("opening", path, errno);
+  FileMapping made;
+  made.mapped = bytes;
+  made.base = mmap(nullptr, static_cast<size_t>(bytes), PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  const int code = made.base == MAP_FAILED ? errno : 0;
+  (void)close(fd);
+  if (code) throw refused("mapping", path, code);
+  made.data = made.base;
+  remember(&made);
   return made;
 }
 
 void unmap(const FileMapping& mapping) {
-  if (mapping.base) (void)munmap(mapping.base, static_cast<size_t>(mapping.mapped));
+  if (!mapping.base) return;
+  {
+    // Before the address can be given to somebody else.
+    Known& all = known();
+    const std::lock_guard<std::mutex> lock(all.mutex);
+    all.numbers.erase(mapping.number);
+    all.by_address.erase(reinterpret_cast<uintptr_t>(mapping.data));
+  }
+  (void)munmap(mapping.base, static_cast<size_t>(mapping.mapped));
+}
+
+MappedPlace find_mapping(const void* address) {
+  const auto wanted = reinterpret_cast<uintptr_t>(address);
+  Known& all = known();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  auto found = all.by_address.upper_bound(wanted);
+  if (found == all.by_address.begin()) return {};
+  --found;
+  const FileMapping& mapping = found->second;
+  const auto end = reinterpret_cast<uintptr_t>(mapping.base) + static_cast<size_t>(mapping.mapped);
+  if (wanted >= end) return {};
+  return {mapping.number, static_cast<int64_t>(wanted - found->first)};
+}
+
+bool is_mapped(int64_t number) {
+  Known& all = known();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  return all.numbers.count(number) != 0;
 }
 
 bool written_since(const void* data, int64_t bytes) {

@@ -8,12 +8,12 @@ from torch import nn
 
 from ts_core.errors import MissingDependencyError, OptionError
 from ts_core.testing import seeded
-from ts_optim import OffloadAdamW, place_by_size
+from ts_optim import OffloadAdamW, options, place_by_size
 from ts_optim.reference import adamw_, grad_norm
 
 
-def make(**options):
-    return OffloadAdamW([nn.Parameter(torch.ones(2))], **options)
+def make(**given):
+    return OffloadAdamW([nn.Parameter(torch.ones(2))], **given)
 
 
 ACCEPTED = {
@@ -32,7 +32,8 @@ ACCEPTED = {
     "ema": [None, 0, 0.999],
     "measure_updates": [True, False],
     "seed": [0, 2**63 - 1],
-    "eager": [None, False],
+    "eager": [None, False, True],
+    "accumulate_fp32": [True, False],
     "distributed": [False],
     "max_grad_norm": [None, 1, 0.5, 1e9],
     "accumulation_steps": [None, 1, 7],
@@ -52,7 +53,8 @@ REJECTED = {
     "ema": [1, 1.5, -0.1, float("nan"), "x"],
     "measure_updates": [None, 1],
     "seed": [None, -1, 2**63, 0.5, "x"],
-    "eager": [True, 1, "yes"],
+    "eager": [1, "yes"],
+    "accumulate_fp32": [None, 1],
     "distributed": [True, None, 0],
     "max_grad_norm": [0.0, -1.0, float("nan"), float("inf"), "1", True],
     "accumulation_steps": [0, -1, 1.5, True, "1"],
@@ -85,8 +87,20 @@ def test_rejected_by_name(name, value):
 
 
 def test_what_comes_later_says_so():
-    with pytest.raises(OptionError, match=r"eager=True is not available in this release"):
-        make(eager=True)
+    with pytest.raises(OptionError, match=r"distributed=True is not available in this release"):
+        make(distributed=True)
+
+
+def test_eager_needs_to_know_when_a_gradient_is_complete():
+    with pytest.raises(OptionError, match=r"accumulation_steps=None.*eager=True"):
+        make(eager=True, accumulation_steps=None)
+
+
+def test_sums_in_fp32_need_a_torch_that_allows_them(monkeypatch):
+    monkeypatch.setattr(options, "_GRAD_DTYPE", False)
+    make()
+    with pytest.raises(OptionError, match="accumulate_fp32=True needs torch"):
+        make(accumulate_fp32=True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="refused only without a GPU")

@@ -197,8 +197,9 @@ class PendingUpdates:
         self._updates: list[Update] = []
 
     def commit(self, updates: Sequence[Update]) -> None:
-        """Start running updates in this order, and return."""
-        self._updates = list(updates)
+        """Start running updates in this order, and return; `drain` waits for those before, too."""
+        self._updates = [old for old in self._updates if not old.finished or old.error is not None]
+        self._updates += updates
         for update in updates:
             update.post()
         if updates:

@@ -19,14 +19,21 @@ class BackwardCounter:
     A tied parameter counts once a pass, however often it is used. The hook does not keep the counter alive.
     """
 
-    def __init__(self, limit: int, name_of: Callable[[torch.Tensor], str]) -> None:
+    def __init__(
+        self,
+        limit: int,
+        name_of: Callable[[torch.Tensor], str],
+        complete: Callable[[torch.Tensor], None] | None = None,
+    ) -> None:
         """Start at zero.
 
         Args:
             limit: Accepted passes before `reset`.
             name_of: A method that gives a parameter's name for the message.
+            complete: A method that is called with a parameter when its last accepted gradient is there.
         """
         self._limit = limit
+        self._complete = None if complete is None else weakref.WeakMethod(complete)
         # Weak: the optimizer that owns this counter must go when its last user does.
         self._name_of = weakref.WeakMethod(name_of)
         self._counts: dict[int, int] = {}
@@ -56,6 +63,9 @@ class BackwardCounter:
                 f"pass{'es' if self._limit > 1 else ''}, zero_grad() to discard the gradients, or make the "
                 "optimizer with accumulation_steps=None for any number"
             )
+        complete = None if self._complete is None else self._complete()
+        if count == self._limit and complete is not None:
+            complete(param)
 
     def reset(self) -> None:
         """Start again at zero."""

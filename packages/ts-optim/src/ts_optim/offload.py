@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
-import time
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,25 +14,25 @@ from ts_core.options import boolean
 from ts_core.trace import span
 
 from .checkpoint import checked_groups, checked_states
-from .deferred import PendingUpdates, Update, await_others, by_rank, is_deferrable
+from .deferred import PendingUpdates, Update, await_others
+from .eager import EagerUpdates
+from .gradients import Arrivals, gradient_of
 from .hooks import BackwardCounter
-from .kernel import Clock, Measures, PlainUpdate, Terms, call_kernel, update_double
+from .kernel import Clock, Measures
 from .moments import MOMENT_DTYPES
-from .norms import measured, square_sums
-from .options import Hyper, OffloadOptions, check_group, hyper_of
-from .placement import MemoryProvider, PlacePolicy, place_by_size
-from .reports import Reports, decoded
-from .slots import Slot, State, StateMaker, check_param, flat_gradient, key_of, only_in
-from .transfer import Batch, Work, staged_step
+from .options import OffloadOptions, check_group, hyper_of
+from .placement import PlacePolicy, place_by_size
+from .reports import decoded
+from .slots import Slot, StateMaker
+from .stepping import SEED
 
 __all__ = ["OffloadAdamW"]
 
 _TIMES = ("kernel_s", "norm_s", "wait_s")
 _COUNTS = ("steps", "skipped_steps", "d2h_bytes", "h2d_bytes")
-_SEED = "rounding_seed"
 
 
-class OffloadAdamW(Reports):
+class OffloadAdamW(EagerUpdates):
     """AdamW whose moments and fp32 weights live in host memory, updated by native host kernels.
 
         g <- grad * min(1, max_grad_norm / (norm + 1e-6))
@@ -83,7 +81,26 @@ class OffloadAdamW(Reports):
       taken out of them earlier do not.
 
     All checks of a step come before its first write. Gradients accumulate in `p.grad` as PyTorch does it, in
-    the parameter's dtype; they are not consumed by the step.
+    the parameter's dtype; they are not consumed by the step. With `accumulate_fp32` the second gradient of a
+    16-bit parameter turns `p.grad` into an fp32 tensor, fp32(g1) + fp32(g2), and further ones are added to
+    it, in the order of backward passes; the first alone keeps its dtype.
+
+    **eager=True**: a parameter is updated during backward, the moment the last of its `accumulation_steps`
+    gradients is complete, with the lr and decay of that moment; guarded ones are started when their gradients
+    have landed, at the end of the pass. The bits are those of updates by `step()`, which then finishes what
+    is left, and counts. What it costs:
+
+    - a backward pass that fails, or is interrupted, cannot be undone: part of the weights have moved, in
+      memory no copy of what they were is kept, and the next `step()` does not bring them back;
+    - gradients are used up: `p.grad` holds a stand-in that raises `StateError` when its value is read
+      (`clip_grad_norm_` does), and that `zero_grad`, setting None and the next pass do away with. A second
+      `step()` is a no-op;
+    - a second backward pass over the same graph (`retain_graph`) is refused by autograd, for weights that it
+      saved;
+    - a `GradScaler` is refused.
+
+    With `max_grad_norm` or `skip_nonfinite` all gradients have to be there first: then `eager=True` updates
+    by `step()`, clipped exactly.
 
     Args:
         params: Parameters, named parameters or dicts of groups, as for any torch optimizer.
@@ -99,7 +116,7 @@ class OffloadAdamW(Reports):
             fixed order. None: no clipping.
         accumulation_steps: Backward passes accepted between steps: the next one raises `StateError`.
             `zero_grad()` of this optimizer starts the count again. None: any number.
-        eager: None or False. True is not available yet.
+        eager: True updates during backward; needs a number of `accumulation_steps`. None and False do not.
         pin_moments: Page-lock host state. None: that of CUDA parameters.
         moment_dtype: "float32", "fp32", torch.float32 or "auto"; "bfloat16", "bf16" or torch.bfloat16;
             "int8", "8bit" or torch.int8.
@@ -114,7 +131,10 @@ class OffloadAdamW(Reports):
             state does (4 more bytes), in `state[param]["ema"]`; see `ema_weights`. A parameter's average
             moves in the steps in which it has a gradient. None: no average.
         measure_updates: Measure gradient, update and weight of every tensor in the same pass; see
-        `tensor_stats`.
+            `tensor_stats`.
+        accumulate_fp32: Sum the gradients of 16-bit parameters in fp32; `p.grad` then has 4 bytes a
+            parameter from the second backward pass on. Other optimizers of the same parameters may refuse
+            such gradients, as torch's do.
         seed: Of stochastic rounding; a number from 0. It is saved in the state dict's groups as
             "rounding_seed", and a loaded one replaces it.
 
@@ -136,8 +156,6 @@ class OffloadAdamW(Reports):
 
     # GradScaler then hands us grad_scale and found_inf instead of unscaling in place: fp16 weights work too.
     _step_supports_amp_scaling = True
-    grad_scale: torch.Tensor | None
-    found_inf: torch.Tensor | None
 
     def __init__(
         self,
@@ -160,6 +178,7 @@ class OffloadAdamW(Reports):
         skip_nonfinite: bool = False,
         ema: float | None = None,
         measure_updates: bool = False,
+        accumulate_fp32: bool = False,
         seed: int = 0,
     ) -> None:
         """See the class."""
@@ -177,6 +196,7 @@ class OffloadAdamW(Reports):
             skip_nonfinite=skip_nonfinite,
             ema=ema,
             measure_updates=measure_updates,
+            accumulate_fp32=accumulate_fp32,
             seed=seed,
         )
         self._state: defaultdict[torch.Tensor, Any] = defaultdict(dict)
@@ -184,7 +204,7 @@ class OffloadAdamW(Reports):
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
         hyper_of(defaults)
         if self._options.moments != "float32":
-            defaults[_SEED] = seed
+            defaults[SEED] = seed
         super().__init__(params, defaults)
         self._decode_exports()
 
@@ -207,20 +227,27 @@ class OffloadAdamW(Reports):
         self._pending = PendingUpdates()
         self._clock = Clock(*_TIMES)
         self._moved = dict.fromkeys(_COUNTS, 0)
+        self._places: dict[torch.Tensor, tuple[int, int]] = {}
+        self._sums: dict[int, tuple[float, torch.Tensor]] = {}
+        self._begun = False
+        self._start_eager()
         limit = self._options.accumulation_steps
-        self._counter = None if limit is None else BackwardCounter(limit, self._name)
+        complete = self._update_now if self._options.in_backward else None
+        self._counter = None if limit is None else BackwardCounter(limit, self._name, complete)
+        wide = self._options.accumulate_fp32
+        self._arrivals = Arrivals(wide=wide) if wide or self._options.in_backward else None
 
     # -- what users call ---------------------------------------------------------------------------------
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:
         """Moments, masters and step counts by parameter, when every pending update has run."""
-        self._pending.drain()
+        self._drain()
         return self._state
 
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
-        self._pending.drain()
+        self._drain()
         self._state = value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -243,23 +270,27 @@ class OffloadAdamW(Reports):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        self._note_measured()
-        await_others([param for group in self.param_groups for param in group["params"]])
-        # Nothing is pending now, and reads of ours are no escapes.
+        self._finish_backward()
+        await_others(self._unfinished_params())
+        # Nothing is pending now on what is updated, and reads of ours are no escapes.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), span("ts/optim/step"):
             hyper = [hyper_of(group) for group in self.param_groups]
-            works = self._collect()
+            works = self._collect(
+                [(i, g, p, grad) for i, g, p in self._positions() if (grad := gradient_of(p)) is not None]
+            )
             scale = self._scale(works)
             later: list[Update] = []
             if scale is None:
                 self._moved["skipped_steps"] += 1
             else:
-                later = self._update(works, hyper, scale)
+                later = self._update(works, self._terms(hyper, scale), hyper)
+                self._await_kernels(works)
                 self._moved["steps"] += 1
         self._pending.commit(later)
+        self._begun, self._sums = False, {}
         if self._counter is not None:
             self._counter.reset()
-            self._watch()
+        self._watch()
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -275,11 +306,11 @@ class OffloadAdamW(Reports):
                     for param in group["params"]:
                         param.grad = None  # not even read: reading waits
         else:
-            self._pending.drain()
+            self._drain()
             super().zero_grad(set_to_none=False)
         if self._counter is not None:
             self._counter.reset()
-            self._watch()
+        self._watch()
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add a group, for instance of layers that were just unfrozen.
@@ -338,79 +369,12 @@ class OffloadAdamW(Reports):
                 before that step. Training can go on after it was raised here.
         """
         try:
-            self._pending.drain()
+            self._drain()
         except Exception:
             self._pending.forget()
             raise
         for device in {s.param.device for s in self._slots.values() if s.param.is_cuda}:
             torch.cuda.current_stream(device).synchronize()
-
-    # -- where state lives -------------------------------------------------------------------------------
-
-    def set_memory(self, provider: MemoryProvider | None) -> None:
-        """Say where host state made from now on lives: at the first step, on loading, by `rehouse`.
-
-        Args:
-            provider: Called with a parameter, returns None for the default memory, or an object whose
-                `empty(nbytes)` returns a uint8 CPU tensor, such as a file mapped into memory. Moments and
-                masters are made of it. If it has `drop(tensor)`, that is called when such a tensor is given
-                up. None: default memory for all. Copies and pickles of the optimizer have none.
-
-        Raises:
-            ArgumentTypeError: Not callable.
-        """
-        if provider is not None and not callable(provider):
-            raise ArgumentTypeError(
-                f"[OffloadAdamW.set_memory] provider: expected a function of a parameter, given {provider!r}"
-            )
-        self._maker.provider = provider
-
-    @property
-    def mode(self) -> str:
-        """Where state in host memory is updated, as asked for: "cpu", "gpu" or "auto"."""
-        return self._options.mode
-
-    @property
-    def placement(self) -> PlacePolicy:
-        """Where the state of a CUDA parameter lives."""
-        return self._maker.policy
-
-    def set_placement(self, policy: PlacePolicy) -> None:
-        """Say where state made from now on lives: at the first step, on loading, by `rehouse`.
-
-        Args:
-            policy: Called with a CUDA parameter, returns "host" or "device"; see `place_by_size`. Copies and
-                pickles of the optimizer have the one it was made with.
-
-        Raises:
-            ArgumentTypeError: Not callable.
-        """
-        if not callable(policy):
-            raise ArgumentTypeError(
-                f"[OffloadAdamW.set_placement] policy: expected a function of a parameter, given {policy!r}"
-            )
-        self._maker.policy = policy
-
-    def rehouse(self, params: Iterable[torch.Tensor]) -> None:
-        """Move the state of parameters to where it belongs now; the bytes stay the same.
-
-        Tensors move one by one and old memory is given up at once, so that there is never a second copy of
-        more than one. If memory runs out in between, what has moved stays moved, and nothing is lost.
-
-        Args:
-            params: Parameters; those without state are left alone.
-
-        Raises:
-            ArgumentTypeError: The provider returned something that makes no memory.
-        """
-        self._pending.drain()
-        with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            for param in params:
-                if self._state.get(param):
-                    slot = self._slots.pop(param, None)
-                    if slot is not None and slot.staged:
-                        self._maker.discard([slot.master])  # made anew from the parameter
-                    self._maker.rehouse(param, self._state[param])
 
     # -- state dict, copies ------------------------------------------------------------------------------
 
@@ -430,7 +394,7 @@ class OffloadAdamW(Reports):
             CheckpointError: It belongs to other parameters, or to another algorithm (amsgrad, maximize,
                 coupled decay). Nothing is changed then.
         """
-        self._pending.drain()
+        self._drain()
         state_dict = state_dict.copy() if isinstance(state_dict, dict) else state_dict
         for before in self._optimizer_load_state_dict_pre_hooks.values():
             state_dict = before(self, state_dict) or state_dict
@@ -453,8 +417,8 @@ class OffloadAdamW(Reports):
 
     def _keep_seed(self) -> None:
         for group in self.param_groups:
-            if _SEED in self.defaults:
-                group.setdefault(_SEED, self.defaults[_SEED])
+            if SEED in self.defaults:
+                group.setdefault(SEED, self.defaults[SEED])
 
     def _decode_exports(self) -> None:
         if self._options.moments == "int8":
@@ -477,125 +441,11 @@ class OffloadAdamW(Reports):
         self._decode_exports()
         self._watch()
 
-    # -- one step ----------------------------------------------------------------------------------------
-
     def _watch(self) -> None:
-        if self._counter is not None:
-            for group in self.param_groups:
-                for param in group["params"]:
-                    self._counter.watch(param)
-
-    def _make_states(
-        self, pairs: list[tuple[torch.Tensor, State]], *, copy: bool
-    ) -> list[tuple[torch.Tensor, State]]:
-        """Make state entries, all or none."""
-        made: list[tuple[torch.Tensor, State]] = []
-        try:
-            for param, old in pairs:
-                made.append((param, self._maker.make_state(param, old, copy=copy)))
-        except BaseException:
-            for (_, new), (_, old) in zip(made, pairs, strict=False):
-                self._maker.discard(only_in(new, old))
-            raise
-        return made
-
-    def _collect(self) -> list[Work]:
-        """Check every gradient, then make missing state; the state is stored when all of it is there."""
-        found = [(i, g, p, p.grad) for i, g, p in self._positions() if p.grad is not None]
-        stale: list[tuple[torch.Tensor, State]] = []
-        for _, _, param, grad in found:
-            slot, old = self._slots.get(param), self._state.get(param)
-            fits = slot is not None and old is not None and slot.current(key_of(param), old)
-            # Layout, dtype and device of the gradient differ from step to step at the user's will.
-            alike = grad.dtype is param.dtype and grad.layout is torch.strided and grad.shape == param.shape
-            if not fits or not alike:
-                check_param(param, grad, self._name(param))
-            if not fits:
-                stale.append((param, old or {}))
-        states = self._make_states(stale, copy=False)
-        slots = {param: self._maker.make_slot(param, state, key_of(param)) for param, state in states}
-        works = [
-            Work(index, group, slot, flat_gradient(slot, grad), measured(param, grad))
-            for index, group, param, grad in found
-            for slot in [slots.get(param) or self._slots[param]]
-        ]
-        for (param, new), (_, old) in zip(states, stale, strict=True):
-            self._maker.discard(only_in(old, new))
-            before = self._slots.get(param)
-            if before is not None and before.staged and before.master is not slots[param].master:
-                self._maker.discard([before.master])
-        self._state.update(states)
-        self._slots.update(slots)
-        return works
-
-    def _scale(self, works: list[Work]) -> float | None:
-        """What gradients are multiplied with (loss scale and clipping); None: skip this step."""
-        self._norm = self._nonfinite = None
-        found_inf = getattr(self, "found_inf", None)
-        grad_scale = getattr(self, "grad_scale", None)
-        scale = 1.0 if grad_scale is None else 1.0 / float(grad_scale)
-        if found_inf is not None and float(found_inf) != 0.0:
-            return None
-        if not self._options.needs_norm:
-            return scale
-        start = time.perf_counter()
-        sums = square_sums(works, self._options.threads or 0)
-        # In the order of parameters, so that placement does not change the rounding.
-        total = 0.0
-        for value in sums:
-            total += value
-        self._norm = math.sqrt(total) * scale
-        self._clock.add("norm_s", time.perf_counter() - start)
-        for work, value in zip(works, sums, strict=True):
-            if not math.isfinite(value):
-                done = self._moved["steps"] + self._moved["skipped_steps"]
-                self._report_nonfinite(work.index, work.slot.param, done + 1)
-                if self._options.skip_nonfinite:
-                    return None
-                break
-        limit = self._options.max_grad_norm
-        if limit is None:
-            return scale
-        # As torch.nn.utils.clip_grad_norm_ does it: a NaN norm makes every gradient NaN.
-        factor = limit / (self._norm + 1e-6)
-        return scale if factor > 1.0 else scale * factor
-
-    def _update(self, works: list[Work], hyper: list[Hyper], scale: float) -> list[Update]:
-        """Update what cannot wait; return the updates that can, in their order."""
-        table = torch.tensor(hyper, dtype=torch.float64)
-        # Asked here: another thread may have another number.
-        threads = self._options.threads or torch.get_num_threads()
-        if self._measures is not None:
-            self._measures = Measures()
-        terms = Terms(
-            table,
-            scale,
-            threads,
-            self._clock,
-            [group.get(_SEED, 0) for group in self.param_groups],
-            self._options.ema or 0.0,
-            self._measures,
-        )
-        buckets: dict[tuple[str, bool, torch.device], list[Work]] = {}
-        later: list[Work] = []
-        for work in works:
-            if is_deferrable(work):
-                later.append(work)
-            else:
-                buckets.setdefault(work.slot.bucket, []).append(work)
-
-        def run(batch: Batch) -> None:
-            call_kernel(batch, terms)
-
-        for (kind, _, device), members in buckets.items():
-            if kind == "double":
-                update_double(members, hyper, terms)
-            elif kind == "staged":
-                down, up = staged_step(members, self._maker, run)
-                self._moved["d2h_bytes"] += down
-                self._moved["h2d_bytes"] += up
-            else:
-                PlainUpdate(members, terms).run()
-                if kind == "in_place" and device.type == "cuda":
-                    torch.cuda.current_stream(device).synchronize()  # the host reads what the kernel wrote
-        return by_rank(later, terms, self._name)
+        watchers = [each for each in (self._counter, self._arrivals) if each is not None]
+        if watchers:
+            self._places.clear()
+            for index, number, param in self._positions():
+                self._places[param] = index, number
+                for watcher in watchers:
+                    watcher.watch(param)

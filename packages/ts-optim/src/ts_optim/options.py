@@ -21,6 +21,8 @@ _MOMENTS = {
     "int8": "int8", "8bit": "int8", torch.int8: "int8",
 }  # fmt: skip
 
+_GRAD_DTYPE = hasattr(torch.Tensor, "grad_dtype")
+
 #: lr, beta1, beta2, eps, weight_decay
 Hyper = tuple[float, float, float, float, float]
 
@@ -54,13 +56,14 @@ class OffloadOptions:
     skip_nonfinite: bool = False
     ema: float | None = None
     measure_updates: bool = False
+    accumulate_fp32: bool = False
     seed: int = 0
 
     def __post_init__(self) -> None:
         """Check every field."""
         choice("mode", self.mode, ("cpu", "gpu", "auto"))
         choice("moment_dtype", self.moment_dtype, tuple(_MOMENTS))
-        _staged("eager", self.eager, (None, False, True), (None, False))
+        choice("eager", self.eager, (None, False, True))
         _staged("distributed", self.distributed, (False, True), (False,))
         if self.max_grad_norm is not None:
             number("max_grad_norm", self.max_grad_norm, above=0.0)
@@ -72,6 +75,14 @@ class OffloadOptions:
         boolean("measure_grad_norm", self.measure_grad_norm)
         boolean("skip_nonfinite", self.skip_nonfinite)
         boolean("measure_updates", self.measure_updates)
+        boolean("accumulate_fp32", self.accumulate_fp32)
+        if self.accumulate_fp32 and not _GRAD_DTYPE:
+            raise OptionError("option accumulate_fp32=True needs torch 2.10 or later (Tensor.grad_dtype)")
+        if self.eager and self.accumulation_steps is None:
+            raise OptionError(
+                "option accumulation_steps=None: with eager=True a weight is updated as soon as its gradient "
+                "is complete, so say after how many backward passes that is"
+            )
         if self.ema is not None:
             number("ema", self.ema, minimum=0.0, below=1.0)
         integer("seed", self.seed, minimum=0, maximum=2**63 - 1)
@@ -103,6 +114,11 @@ class OffloadOptions:
     def moments(self) -> str:
         """The format of moments: "float32", "bfloat16" or "int8"."""
         return _MOMENTS[self.moment_dtype]
+
+    @property
+    def in_backward(self) -> bool:
+        """Whether updates run during backward: nothing has to be known of all gradients first."""
+        return bool(self.eager) and self.max_grad_norm is None and not self.skip_nonfinite
 
     @property
     def needs_norm(self) -> bool:

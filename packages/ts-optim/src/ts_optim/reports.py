@@ -49,6 +49,10 @@ class Reports(torch.optim.Optimizer):
     _first_nonfinite: tuple[int, str] | None
     _measures: Measures | None
 
+    def _drain(self) -> None:
+        """Wait for every update, wherever it runs."""
+        self._pending.drain()
+
     def _positions(self) -> Iterator[tuple[int, int, torch.Tensor]]:
         """Yield index, group index and parameter, each parameter once."""
         seen: set[torch.Tensor] = set()
@@ -157,7 +161,7 @@ class Reports(torch.optim.Optimizer):
 
     def _note_measured(self) -> None:
         """See which gradient was not finite, from the sums that kernels left."""
-        self._pending.drain()
+        self._drain()
         if self._measures is not None and self._nonfinite is None:
             params = {index: param for index, _, param in self._positions()}
             for index, sums in self._measures.read().items():

@@ -11,7 +11,7 @@ from ts_core.registry import CopyTicket, copy_engine
 
 from .slots import Slot, StateMaker
 
-__all__ = ["Batch", "Work", "staged_step"]
+__all__ = ["Arrival", "Batch", "Work", "depart", "settle", "staged_step", "update_arrivals"]
 
 _BATCH_BYTES = 32 << 20
 
@@ -90,12 +90,76 @@ def _copy_back(slot: Slot, source: torch.Tensor) -> tuple[CopyTicket, int]:
     return ticket, source.numel() * source.element_size()
 
 
-def staged_step(works: Sequence[Work], maker: StateMaker, update: Callable[[Batch], None]) -> tuple[int, int]:
-    """Update parameters whose gradients and weights cross between device and host.
+@dataclass
+class Arrival:
+    """Gradients on their way to host buffers."""
 
-    Gradients are copied to host buffers in batches, all copies queued at once; each batch is updated when it
-    has arrived, and its weights start back while the next one is updated. On return every copy is complete.
+    works: list[Work]
+    buffers: list[torch.Tensor]
+    tickets: list[CopyTicket]
+
+
+Leaving = list[tuple[Slot, CopyTicket]]
+
+
+def depart(works: Sequence[Work], maker: StateMaker) -> tuple[list[Arrival], int]:
+    """Queue the copies of gradients to the host, in batches.
+
+    Args:
+        works: Parameters of one kind (all 16-bit, or all fp32).
+        maker: Makes the buffers.
+
+    Returns:
+        What arrives, and its bytes.
+    """
+    engine = copy_engine()
+    arrivals, down = [], 0
+    for run in _batches(works):
+        buffers = [maker.staging(work.slot, work.grad) for work in run]
+        tickets = [engine.d2h(b, work.grad) for b, work in zip(buffers, run, strict=True)]
+        down += sum(b.numel() * b.element_size() for b in buffers)
+        arrivals.append(Arrival(run, buffers, tickets))
+    return arrivals, down
+
+
+def update_arrivals(arrivals: Sequence[Arrival], update: Callable[[Batch], None]) -> tuple[Leaving, int]:
+    """Update each batch when it has arrived, and start its weights back while the next one is updated.
+
     A 16-bit weight is written over its gradient in the same buffer.
+
+    Returns:
+        The copies under way, and their bytes.
+    """
+    leaving: Leaving = []
+    up = 0
+    for arrival in arrivals:
+        batch = Batch()
+        for work, buffer, ticket in zip(arrival.works, arrival.buffers, arrival.tickets, strict=True):
+            _refresh_master(work.slot)
+            ticket.wait()
+            # fp32 gradients of 16-bit weights leave no room for the weights in their place.
+            same = work.slot.param.dtype is buffer.dtype
+            low = buffer if same else torch.empty(buffer.shape, dtype=work.slot.param.dtype)
+            batch.add(work, _master(work.slot), buffer, low if work.slot.low else None)
+        update(batch)
+        for i, work in enumerate(arrival.works):
+            ticket, nbytes = _copy_back(work.slot, batch.lows[i] if batch.lows else batch.params[i])
+            leaving.append((work.slot, ticket))
+            up += nbytes
+    return leaving, up
+
+
+def settle(leaving: Leaving) -> None:
+    """Wait until updated weights are there."""
+    for slot, ticket in leaving:
+        ticket.wait_stream(torch.cuda.current_stream(slot.param.device) if slot.param.is_cuda else None)
+        ticket.wait()
+        torch.autograd.graph.increment_version(slot.param)
+        slot.version = slot.param._version
+
+
+def staged_step(works: Sequence[Work], maker: StateMaker, update: Callable[[Batch], None]) -> tuple[int, int]:
+    """Update parameters whose gradients and weights cross between device and host; all is complete on return.
 
     Args:
         works: Parameters of one kind (all 16-bit, or all fp32).
@@ -105,32 +169,7 @@ def staged_step(works: Sequence[Work], maker: StateMaker, update: Callable[[Batc
     Returns:
         Bytes copied device to host, and host to device.
     """
-    engine = copy_engine()
-    arrivals: list[tuple[list[Work], list[torch.Tensor], list[CopyTicket]]] = []
-    down = up = 0
-    for run in _batches(works):
-        buffers = [maker.staging(work.slot, work.grad) for work in run]
-        tickets = [engine.d2h(b, work.grad) for b, work in zip(buffers, run, strict=True)]
-        down += sum(b.numel() * b.element_size() for b in buffers)
-        arrivals.append((run, buffers, tickets))
-    leaving: list[tuple[Slot, CopyTicket]] = []
-    for run, buffers, tickets in arrivals:
-        batch = Batch()
-        for work, buffer, ticket in zip(run, buffers, tickets, strict=True):
-            _refresh_master(work.slot)
-            ticket.wait()
-            # fp32 gradients of 16-bit weights leave no room for the weights in their place.
-            same = work.slot.param.dtype is buffer.dtype
-            low = buffer if same else torch.empty(buffer.shape, dtype=work.slot.param.dtype)
-            batch.add(work, _master(work.slot), buffer, low if work.slot.low else None)
-        update(batch)
-        for i, work in enumerate(run):
-            ticket, nbytes = _copy_back(work.slot, batch.lows[i] if batch.lows else batch.params[i])
-            leaving.append((work.slot, ticket))
-            up += nbytes
-    for slot, ticket in leaving:
-        ticket.wait_stream(torch.cuda.current_stream(slot.param.device) if slot.param.is_cuda else None)
-        ticket.wait()
-        torch.autograd.graph.increment_version(slot.param)
-        slot.version = slot.param._version
+    arrivals, down = depart(works, maker)
+    leaving, up = update_arrivals(arrivals, update)
+    settle(leaving)
     return down, up

@@ -14,7 +14,7 @@ import contextlib
 import threading
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -172,18 +172,24 @@ class GradientSink:
         """Drop the spare buffers of a Parameter that is paged no more."""
         self._spare.pop(id(parameter), None)
 
-    def _buffer(self, parameter: nn.Parameter) -> Tensor:
+    def _buffer(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer that nobody else holds: one that was ``p.grad`` before, or a new one."""
+        dtype = dtype or parameter.dtype
         spare = self._spare.setdefault(id(parameter), [])
         for tensor, alone in spare:
-            if _holders(tensor) <= alone and not self._landing(parameter, tensor):
+            if tensor.dtype is dtype and _holders(tensor) <= alone and not self._landing(parameter, tensor):
                 return tensor
         # As AccumulateGrad does: the Parameter's strides, if its elements are dense.
         like = parameter.detach()
-        like = like if is_dense(like) else torch.empty_like(like, device="meta")
+        if not is_dense(like) or like.dtype is not dtype:
+            like = torch.empty_like(like, dtype=dtype, device="meta")
         tensor = self._memory.like(like, parameter)
         spare.append((tensor, _holders(tensor)))
         return tensor
+
+    def _wide(self, parameter: Tensor) -> Tensor:
+        """Return an fp32 buffer for a sum of gradients; what is handed out is a tensor of its own."""
+        return self._buffer(cast(nn.Parameter, parameter), torch.float32).detach()
 
     def _landing(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
         for under_way in self._passes.values():
@@ -208,6 +214,8 @@ class GradientSink:
                 total = total.to(parameter.device)
                 entry = guard_of(parameter)
                 version = total._version
+                if entry is not None:
+                    entry.wide_memory = self._wide
                 hooks = list(entry.hooks.values()) if entry else []
                 for hook in hooks:
                     changed = hook(total)

@@ -1,6 +1,6 @@
 """ts_paging: bytes between disk, host memory and GPU.
 
-Exact page-locked memory (`pinned_empty`, `PinnedAllocator`), copies beside the computation (`CopyEngine`) and
+Exact page-locked memory (`pinned_empty`, `PinnedAllocator`, `HostArena`), copies beside the computation (`CopyEngine`) and
 private files (`DiskStore`). Importing it does not touch the GPU.
 """
 
@@ -14,6 +14,7 @@ except ImportError as error:
         f"({error}). Reinstall: pip install nanobind-backend ./packages/ts-core ./packages/ts-paging"
     ) from error
 
+from .arena import HostArena
 from .copy import CopyEngine, CopyTicket
 from .disk import DiskStore, DiskTicket
 from .pinned import PinnedAllocator, pinned_bytes, pinned_empty
@@ -24,6 +25,7 @@ __all__ = [
     "CopyTicket",
     "DiskStore",
     "DiskTicket",
+    "HostArena",
     "PinnedAllocator",
     "WaitPolicy",
     "pinned_bytes",

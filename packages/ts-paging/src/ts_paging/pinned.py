@@ -104,7 +104,7 @@ class PinnedAllocator:
             return torch.empty(0, dtype=torch.uint8)
         wanted = self.pinned or self._told
         refused = self._foreseen(nbytes) if wanted else ""
-        device = _device() if wanted and not refused else -1
+        device = locking_device() if wanted and not refused else -1
         try:
             tensor, locked, reason = self._pool.empty(nbytes, device >= 0, max(device, 0))
         except RuntimeError as error:
@@ -134,7 +134,7 @@ class PinnedAllocator:
         warnings.warn(text, RuntimeWarning, stacklevel=3)
 
 
-def _device() -> int:
+def locking_device() -> int:
     """The device whose context locks the pages; -1 where CUDA cannot be used, as in a forked child."""
     cuda: Any = torch.cuda
     if not cuda.is_available():

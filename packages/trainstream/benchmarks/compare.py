@@ -1,257 +1,112 @@
-"""Step time and memory of TrainStream beside its rivals: same shapes, tokens, adapters and learning rate.
+r"""Step time and memory of TrainStream beside its rivals: same shapes, tokens, adapters and learning rate.
 
-Every engine runs in a fresh process. Weights are random in the real shapes; each engine uses its own best
-loss (chunked where it has one). Output: one JSON object per run, also appended to ``--out``.
+Every engine runs in a fresh process, and one that fails costs only its own line. Weights are random in the
+real shapes; each engine uses its own best loss (chunked where it has one). Output: one JSON object per run,
+also appended to ``--out``.
 
     python compare.py --scenario lora7b --engines trainstream-nf4,bnb,stock --steps 20 --out lora7b.json
     python compare.py --engines trainstream-stream,stock,bnb --vram-budget 12GiB --steps 20
     python compare.py --engines trainstream,trainstream-stream --vram-budget 12GiB --steps 20 --equality
+    python compare.py --scenario full1.5b --clip 1.0 --cap-gb 16 \
+        --engines stock,torchao,torchao-grads,deepspeed,trainstream-full,trainstream-full-bf16
+    python compare.py --scenario full1.5b --engines trainstream-full --wrap vram_budget=16GiB \
+        moment_dtype=int8 --profile 3 --out-trace full.json.gz
+    python compare.py --scenario lora7b --tokens 8192 \
+        --engines trainstream,trainstream-offload,trainstream-recompute,stock-ckpt,stock-save-on-cpu
 
-`nvml_peak_gb` is the most that the process held while training, CUDA context included. Engines with `stream`
-say what the link gives a plain page-locked copy in the same process (`link_gb_per_s`) and what they moved;
-with `--vram-budget` the model starts in RAM and `wrap(vram_budget=...)` decides what is paged, without it
-every block is paged and recomputed. `--equality` runs the engines with deterministic algorithms and eager
-attention, and adds a line that says whether all losses and the trained weights are equal bit for bit.
+A full fine-tune has fp32 weights under bf16 autocast, as published comparisons do; engines with `bf16` in
+their name, and DeepSpeed, have bf16 weights. `--wrap` passes options to `trainstream.wrap`; with vram_budget
+the model starts in RAM. `--clip` is `clip_grad_norm_` for rivals and `max_grad_norm` for ours. `--cap-gb` is
+what PyTorch's allocator may take while training (GiB), for every engine; ours with a `vram_budget` keeps to
+the smaller of both.
+
+Steps are timed once `session.adapting` is False. `t_forward_s`, `t_backward_s` and `t_optimizer_s` are
+medians on the GPU's own timeline. For ours a full fine-tune is measured in parts too, in a process of their
+own: the resident model's forward and backward without any optimizer, and the host AdamW alone. With every
+update on the host, due between two backward passes, a step takes `bound_s` = t_bwd + max(t_fwd, t_adamw) at
+least; `bound_frac` is the step over it.
+
+`nvml_peak_gb` is the most that the process held while training, CUDA context included.
+`host_state_bytes_per_parameter` is what AdamW keeps in RAM (moments and fp32 masters, 12 / 8 / 6 bytes with
+fp32 / bf16 / int8 moments), `host_tensor_gb` all CPU tensors of the process. `h2d_gb_per_step` and the like
+are ours alone. Engines with `stream` say what the link gives a plain page-locked copy in the same process
+(`link_gb_per_s`) and what they moved; with `--vram-budget` the model starts in RAM and
+`wrap(vram_budget=...)` decides what is paged, without it every block is paged. `--equality` runs the engines
+with deterministic algorithms and eager attention, and adds a line that says whether all losses and the
+trained weights are equal bit for bit.
+
+`--profile N` records N more steps after the timed ones; the line gets what `timeline.py` makes of the trace,
+and `--out-trace FILE` keeps it (with several engines the name of each comes before the suffixes).
 """
 
 from __future__ import annotations
 
 import argparse
-import hashlib
+import ast
+import dataclasses
+import gzip
 import json
 import os
 import platform
 import statistics
 import subprocess
 import sys
-import threading
+import tempfile
 import time
 from importlib import metadata
 from pathlib import Path
+from typing import Any
+
+import engines
+import measure
+import timeline
 
 #: name -> (shape, kind, batch, tokens per row, VRAM cap in GiB or 0)
 SCENARIOS = {
     "tiny": ("tiny", "lora", 1, 64, 0),
+    "tiny-full": ("tiny", "full", 2, 64, 0),
     "lora7b": ("7b", "lora", 1, 512, 0),
     "lora7b_12gb": ("7b", "lora", 1, 512, 11.4),  # a 12 GiB card less 0.6 for context and libraries
     "lora14b": ("14b", "lora", 1, 512, 0),
     "lora14b_2k": ("14b", "lora", 1, 2048, 0),
+    "full0.5b": ("0.5b", "full", 4, 512, 0),
     "full1.5b": ("1.5b", "full", 4, 512, 0),
 }
-#: Qwen2-family shapes: hidden, intermediate, layers, heads, key-value heads, vocabulary, tied head.
-SHAPES = {
-    "tiny": (64, 128, 2, 4, 2, 512, False),
-    "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
-    "7b": (3584, 18944, 28, 28, 4, 152064, False),
-    "14b": (5120, 13824, 48, 40, 8, 152064, False),
-}
-SHAPE_KEYS = (
-    "hidden_size",
-    "intermediate_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "vocab_size",
-    "tie_word_embeddings",
-)
-PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-ENGINES = (
-    "trainstream-nf4",
-    "trainstream-int8",
-    "trainstream",
-    "trainstream-stream",
-    "trainstream-stream-nf4",
-    "stock",
-    "stock-ckpt",
-    "bnb",
-    "bnb-ckpt",
-    "bnb-liger",
-)
 WARMUP = 3
+PHASES = {"fwd": "forward", "bwd": "backward"}
+SETTLE = 40  # steps after which a session that still adapts is timed all the same
+PARTS = "parts:"  # before an engine's name: its model and its optimizer, each alone
+VERSIONS = (
+    "torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "torchao", "deepspeed", "trainstream"
+)  # fmt: skip
 
 
-def build(shape: str, dtype, device: str, replace=None, home: str | None = None, attention: str = "sdpa"):
-    """Make the model with random weights drawn on `device` and kept on `home` (None: there).
-
-    ``replace(linear)`` swaps each block linear.
-    """
-    import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    sizes = dict(zip(SHAPE_KEYS, SHAPES[shape], strict=True))
-    config = Qwen2Config(**sizes, rms_norm_eps=1e-6, max_position_embeddings=32768, use_cache=False)
-    config._attn_implementation = attention
-    home = home or device
-    with torch.device("meta"):
-        model = Qwen2ForCausalLM(config).to(dtype)
-    generator = torch.Generator(device).manual_seed(0)
-    for name, module in list(model.named_modules()):
-        for key, parameter in list(module.named_parameters(recurse=False)):
-            if parameter.dim() == 1:
-                value = torch.full(parameter.shape, float(key == "weight"), dtype=dtype, device=device)
-            else:
-                value = torch.empty(parameter.shape, dtype=dtype, device=device).normal_(
-                    0, 0.02, generator=generator
-                )
-            module._parameters[key] = torch.nn.Parameter(value.to(home), requires_grad=True)
-        if replace is not None and isinstance(module, torch.nn.Linear) and ".layers." in name:
-            parent, _, leaf = name.rpartition(".")
-            setattr(model.get_submodule(parent), leaf, replace(module))
-    model.tie_weights()
-    model.model.rotary_emb = type(model.model.rotary_emb)(config).to(home)
-    return model
+def scenario_of(args: argparse.Namespace) -> tuple[str, str, int, int, float]:
+    """Shape, kind, batch, tokens and cap, what the command line says going first."""
+    shape, kind, batch, tokens, cap = SCENARIOS[args.scenario]
+    return shape, kind, args.batch or batch, args.tokens or tokens, args.cap_gb or cap
 
 
-def add_lora(model):
-    """LoRA r=16 on all seven projections, frozen base."""
-    import peft
+def setting_of(args: argparse.Namespace, engine: str, *, bare: bool = False) -> engines.Setting:
+    """What an engine is asked for."""
     import torch
 
-    torch.manual_seed(0)  # the adapters start alike in every engine
-    for parameter in model.parameters():
-        parameter.requires_grad_(False)
-    config = peft.LoraConfig(r=16, lora_alpha=32, target_modules=PROJECTIONS, task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config)
-
-
-def bnb_linear(linear):
-    """The same linear as bitsandbytes' NF4 layer."""
-    import bitsandbytes as bnb
-    import torch
-
-    layer = bnb.nn.Linear4bit(
-        linear.in_features, linear.out_features, bias=linear.bias is not None,
-        compute_dtype=torch.bfloat16, compress_statistics=False, quant_type="nf4", device="meta",
-    )  # fmt: skip
-    layer.weight = bnb.nn.Params4bit(
-        linear.weight.data, requires_grad=False, quant_type="nf4", compress_statistics=False, module=layer
+    shape, kind, batch, _, _ = scenario_of(args)
+    return engines.Setting(
+        engine=engine,
+        shape=shape,
+        kind=kind,
+        batch=batch,
+        device="cuda" if torch.cuda.is_available() else "cpu",
+        wrap=args.wrap,
+        clip=args.clip,
+        vram_budget=args.vram_budget,
+        equality=args.equality,
+        bare=bare,
     )
-    if linear.bias is not None:
-        layer.bias = torch.nn.Parameter(linear.bias.data, requires_grad=False)
-    return layer.to(linear.weight.device)
 
 
-def checkpointed(model):
-    """Non-reentrant activation checkpointing, as transformers switches it on."""
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    model.enable_input_require_grads()
-    return model
-
-
-def make_engine(args: argparse.Namespace, shape: str, kind: str, device: str, lr: float):
-    """Return (model, optimizer, loss function of ids)."""
-    import torch
-
-    engine = args.engine
-    dtype = torch.bfloat16 if kind == "lora" else torch.float32
-    planned = args.vram_budget is not None and is_streamed(engine)
-    if engine == "bnb-liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
-
-        apply_liger_kernel_to_qwen2()
-    model = build(
-        shape,
-        dtype,
-        device,
-        bnb_linear if engine.startswith("bnb") else None,
-        home="cpu" if planned else None,
-        attention="eager" if args.equality else "sdpa",
-    )
-    if engine.endswith("ckpt") or engine == "bnb-liger":
-        model = checkpointed(model)
-    if engine.startswith("bnb"):
-        model.is_loaded_in_4bit = True
-    if kind == "lora":
-        model = add_lora(model)
-    trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=lr, fused=device == "cuda" and not planned)
-    model.train()
-    if engine.startswith("trainstream"):
-        import trainstream
-        from ts_hf.losses import backbone, causal_lm_loss_for
-
-        words = engine.split("-")[1:]
-        codec = next((word for word in words if word != "stream"), "none")
-        placement = {"param_offload": True, "recompute": True} if "stream" in words else {}
-        if planned:
-            if device == "cuda":
-                torch.cuda.empty_cache()  # weights were drawn there
-            placement = {"vram_budget": args.vram_budget, "device": device}
-        model, optimizer = trainstream.wrap(model, optimizer, quantize=codec, **placement)
-
-        def loss_of(ids):
-            return causal_lm_loss_for(model, backbone(model)(input_ids=ids).last_hidden_state, ids)
-
-        return model, optimizer, loss_of
-    return model, optimizer, lambda ids: model(input_ids=ids, labels=ids).loss
-
-
-def is_streamed(engine: str) -> bool:
-    """Whether an engine pages weights."""
-    return "stream" in engine.split("-")[1:]
-
-
-class Sampler(threading.Thread):
-    """Clock, power and device memory by NVML, the whole device's and this process's, every 20 ms."""
-
-    def __init__(self) -> None:
-        """Look for NVML; without it the fields stay empty."""
-        super().__init__(daemon=True)
-        self.clock_mhz: list[int] = []
-        self.power_w: list[float] = []
-        self.used_bytes = self.own_bytes = 0
-        self.own_source = ""
-        self.halt = threading.Event()
-        try:
-            import pynvml
-
-            pynvml.nvmlInit()
-            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:  # whatever NVML raises where there is none
-            self.nvml = None
-
-    def run(self) -> None:
-        """Sample until told to halt."""
-        from ts_core.usage import device_usage
-
-        while self.nvml and not self.halt.wait(0.02):
-            self.clock_mhz.append(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
-            self.power_w.append(self.nvml.nvmlDeviceGetPowerUsage(self.handle) / 1e3)
-            self.used_bytes = max(self.used_bytes, self.nvml.nvmlDeviceGetMemoryInfo(self.handle).used)
-            own = device_usage("cuda:0")
-            self.own_bytes, self.own_source = max(self.own_bytes, own.used_bytes), own.source
-
-    def fields(self) -> dict:
-        """Medians, the limit and the peak."""
-        if not self.clock_mhz:
-            return {}
-        limit = self.nvml.nvmlDeviceGetPowerManagementLimit(self.handle) / 1e3
-        return {
-            "clock_mhz": statistics.median(self.clock_mhz),
-            "power_w": round(statistics.median(self.power_w), 1),
-            "power_limit_w": limit,
-            "device_used_gb": round(self.used_bytes / 1e9, 3),
-            "nvml_peak_gb": round(self.own_bytes / 1e9, 3),
-            "nvml_peak_source": self.own_source,
-        }
-
-
-def link_rate(mib: int = 256, repeat: int = 8) -> float:
-    """GB/s of a plain copy from page-locked memory to the GPU, the best of some."""
-    import torch
-
-    import ts_paging
-
-    host = ts_paging.pinned_empty(mib << 20)
-    there = torch.empty(mib << 20, dtype=torch.uint8, device="cuda")
-    seconds = []
-    for _ in range(repeat + 1):
-        torch.cuda.synchronize()
-        start = time.perf_counter()
-        there.copy_(host, non_blocking=True)
-        torch.cuda.synchronize()
-        seconds.append(time.perf_counter() - start)
-    return (mib << 20) / min(seconds[1:]) / 1e9
+# ---- one process ----
 
 
 def be_deterministic() -> None:
@@ -262,120 +117,293 @@ def be_deterministic() -> None:
     torch.utils.deterministic.fill_uninitialized_memory = False
 
 
-def digest(parameters) -> str:
-    """Hash of the bytes of trained weights."""
+def cap_memory(args: argparse.Namespace, setting: engines.Setting) -> float:
+    """Hold PyTorch's allocator to the cap, in GiB; 0 for none.
+
+    Weights are made on the GPU, which is not what is compared: it holds for training.
+    """
     import torch
 
-    found = hashlib.sha256()
-    for parameter in parameters:
-        found.update(parameter.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes())
-    return found.hexdigest()
+    from ts_core.memory import parse_bytes
+
+    cap = scenario_of(args)[-1]
+    # The resident side of a comparison for equality need not fit.
+    if not cap or (args.equality and not engines.is_streamed(setting.engine)):
+        return 0.0
+    budget = setting.options.get("vram_budget")
+    if budget is None or parse_bytes(budget) > cap * 2**30:  # else wrap() holds to what is less
+        total = torch.cuda.get_device_properties(0).total_memory
+        torch.cuda.set_per_process_memory_fraction(min(1.0, cap * 2**30 / total))
+    return float(cap)
+
+
+class Loop:
+    """Steps of one engine on random tokens, the same in every engine."""
+
+    def __init__(self, engine: engines.Engine, args: argparse.Namespace, device: str) -> None:
+        """Begin with the first tokens."""
+        import torch
+
+        shape, _, self.batch, self.tokens, _ = scenario_of(args)
+        self.engine, self.device = engine, device
+        self.cuda = device == "cuda"
+        self.high = engines.vocabulary(shape)
+        self.generator = torch.Generator().manual_seed(1)
+        self.clock = measure.StepClock(self.cuda)
+        self.losses: list[Any] = []
+        self.times: list[float] = []
+
+    def run(self, name: str = "step") -> None:
+        """One step."""
+        import torch
+
+        ids = torch.randint(0, self.high, (self.batch, self.tokens), generator=self.generator).to(self.device)
+        phase = self.clock.phase
+        begin = time.perf_counter()
+        with phase(name):
+            with phase("forward"):
+                loss = self.engine.loss_of(ids)
+            with phase("backward"):
+                self.engine.backward(loss)
+            with phase("optimizer"):
+                self.engine.step()
+            if self.cuda:
+                torch.cuda.synchronize()
+        self.times.append(time.perf_counter() - begin)
+        self.losses.append(loss.detach())
+
+    def settle(self, args: argparse.Namespace) -> bool:
+        """Warm up until the session has adapted; whether it has."""
+        for step in range(SETTLE):
+            session = getattr(self.engine.model, "_trainstream_session", None)
+            adapting = session is not None and session.adapting
+            if step >= WARMUP and (args.equality or not adapting):
+                return not adapting
+            self.run()
+        return False
 
 
 def worker(args: argparse.Namespace) -> dict:
     """Train one engine in this process and return its line."""
     import torch
 
-    shape, kind, batch, tokens, cap_gib = SCENARIOS[args.scenario]
-    cuda = torch.cuda.is_available()
-    device = "cuda" if cuda else "cpu"
+    from ts_core.usage import PeakSampler, host_usage
+
+    setting = setting_of(args, args.worker)
+    cuda = setting.device == "cuda"
     if args.equality:
         be_deterministic()
-    streamed_engine = is_streamed(args.engine)
+    if engines.is_ours(args.worker):
+        import trainstream  # noqa: F401 -- part of the baseline
+    ram = PeakSampler(0.01, baseline_bytes=host_usage().used_bytes)
     started = time.perf_counter()
-    model, optimizer, loss_of = make_engine(args, shape, kind, device, lr=1e-4)
+    engine = engines.make(setting)
     load_s = time.perf_counter() - started
-    link = link_rate() if cuda and streamed_engine else 0.0
-    sync = torch.cuda.synchronize if cuda else (lambda: None)
+    link = measure.link_rate() if cuda and moves(engine) else 0.0
+    cap = 0.0
     if cuda:
-        # The cap holds for training: random weights are made on the GPU, which is not what is compared.
         torch.cuda.empty_cache()
-        # The resident side of a comparison for equality need not fit, and a budget is wrap()'s own to keep.
-        if cap_gib and not (args.equality and not streamed_engine) and args.vram_budget is None:
-            total = torch.cuda.get_device_properties(0).total_memory
-            torch.cuda.set_per_process_memory_fraction(min(1.0, cap_gib * 2**30 / total))
+        cap = cap_memory(args, setting)
         torch.cuda.reset_peak_memory_stats()
-    generator = torch.Generator().manual_seed(1)
-    sampler = Sampler()
+    loop, sampler = Loop(engine, args, setting.device), measure.Sampler()
     sampler.start()
-    times, losses = [], []
-    cpu0 = wall0 = 0.0
-    for step in range(args.steps + WARMUP):
-        if step == WARMUP:
-            cpu0, wall0 = time.process_time(), time.perf_counter()
-        ids = torch.randint(
-            0, SHAPES[shape][SHAPE_KEYS.index("vocab_size")], (batch, tokens), generator=generator
-        ).to(device)
-        sync()
-        begin = time.perf_counter()
-        loss = loss_of(ids)
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        sync()
-        times.append(time.perf_counter() - begin)
-        losses.append(loss.item())
-    cores = (time.process_time() - cpu0) / (time.perf_counter() - wall0)
+    settled = loop.settle(args)
+    counters = measure.Counters(engine.model, engine.optimizer)
+    loop.run()  # untimed: reading the counters has waited for updates
+    first = len(loop.times)
+    loop.clock.clear()
+    with ram:
+        cpu0, wall0 = time.process_time(), time.perf_counter()
+        for _ in range(args.steps):
+            loop.run()
+        cores = (time.process_time() - cpu0) / (time.perf_counter() - wall0)
+    moved = counters.per_step(args.steps + 1)
     sampler.halt.set()
-    timed = sorted(times[WARMUP:])
+    line = {
+        "scenario": args.scenario,
+        "engine": args.worker,
+        "wrap": {key: str(value) for key, value in setting.options.items()},
+        "clip": args.clip,
+        "cap_gib": cap or None,
+        "weights": setting.weight_dtype,
+        "settled": settled,
+        **time_fields(loop, first),
+        "cpu_cores": round(cores, 2),
+        "load_s": round(load_s, 2),
+        **memory_fields(engine, cuda),
+        "ram_peak_gb": round(ram.used_bytes / 1e9, 3),
+        **moved,
+        **plan_fields(engine, moved, statistics.median(loop.times[first:]), link),
+        **sampler.fields(),
+    }
+    return {**line, **ending(args, loop), **machine()}
+
+
+def time_fields(loop: Loop, first: int) -> dict:
+    """Times of the steps from the first timed one."""
+    timed = loop.times[first:]
     step_s = statistics.median(timed)
-    memory = {}
-    if cuda:
-        memory["peak_allocated_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
-        memory["peak_reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 3)
+    return {
+        "warmup_steps": first,
+        "steps": len(timed),
+        "batch": loop.batch,
+        "tokens": loop.tokens,
+        "step_s": round(step_s, 5),
+        "step_min_s": round(min(timed), 5),
+        "step_max_s": round(max(timed), 5),
+        **loop.clock.fields(),
+        "step_times_s": [round(x, 4) for x in loop.times],
+        "tokens_per_s": round(loop.batch * loop.tokens / step_s, 1),
+    }
+
+
+def ending(args: argparse.Namespace, loop: Loop) -> dict:
+    """What comes after the timed steps: a trace if asked for, losses, and weights to compare."""
+    found: dict[str, Any] = {"timeline": profile(args, loop)} if args.profile else {}
+    losses = [loss.item() for loss in loop.losses]
+    found["losses"] = [round(x, 5) for x in losses]
+    if args.equality:
+        loop.engine.optimizer.zero_grad()
+        found["losses_exact"] = [x.hex() for x in losses]
+        found["trained_sha256"] = measure.digest(loop.engine.trained)
+    return found
+
+
+def moves(engine: engines.Engine) -> bool:
+    """Whether weights are paged, or updated on the host: the link matters."""
+    session = getattr(engine.model, "_trainstream_session", None)
+    return session is not None and (session.pager is not None or session.plan.optimizer != "none")
+
+
+def machine() -> dict:
+    """What the line was measured on."""
+    import torch
+
     versions = {}
-    for name in ("torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "trainstream"):
+    for name in VERSIONS:
         try:
             versions[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             continue
-    exact = {}
-    if args.equality:
-        optimizer.zero_grad()
-        trained = [p for p in model.parameters() if p.requires_grad]
-        exact = {"losses_exact": [x.hex() for x in losses], "trained_sha256": digest(trained)}
+    cuda = torch.cuda.is_available()
     return {
-        "scenario": args.scenario,
-        "engine": args.engine,
-        "vram_budget": args.vram_budget if streamed_engine else None,
-        "steps": args.steps,
-        "batch": batch,
-        "tokens": tokens,
-        "step_s": round(step_s, 5),
-        "step_min_s": round(timed[0], 5),
-        "step_max_s": round(timed[-1], 5),
-        "step_times_s": [round(x, 4) for x in times],
-        "tokens_per_s": round(batch * tokens / step_s, 1),
-        **memory,
-        "load_s": round(load_s, 2),
-        "cpu_cores": round(cores, 2),
-        "losses": [round(x, 5) for x in losses],
-        **exact,
-        **streamed(model, args.steps + WARMUP, step_s, link),
-        **sampler.fields(),
         "device": torch.cuda.get_device_name(0) if cuda else platform.processor() or "cpu",
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
         "versions": versions,
     }
 
 
-def streamed(model, steps: int, step_s: float, link: float) -> dict:
-    """Weights that moved to the device, per step and per second beside the link's rate; empty if none did."""
-    session = getattr(model, "_trainstream_session", None)
-    if session is None or session.pager is None:
+def memory_fields(engine: engines.Engine, cuda: bool) -> dict:
+    """Peaks of the allocator, and bytes in RAM."""
+    import torch
+
+    found: dict[str, Any] = {}
+    if cuda:
+        found["peak_allocated_gb"] = round(torch.cuda.max_memory_allocated() / 1e9, 3)
+        found["peak_reserved_gb"] = round(torch.cuda.max_memory_reserved() / 1e9, 3)
+        pinned = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
+        found["torch_pinned_gb"] = round(pinned.get("allocated_bytes.current", 0) / 1e9, 3)
+    found["host_tensor_gb"] = round(measure.host_tensor_bytes() / 1e9, 3)
+    try:
+        return {**found, **measure.host_bytes(engine.model, engine.optimizer)}
+    except Exception as error:  # another library's inside, which may have changed
+        return {**found, "host_state_error": f"{type(error).__name__}: {error}"[:200]}
+
+
+def plan_fields(engine: engines.Engine, moved: dict, step_s: float, link: float) -> dict:
+    """Where blocks are, and weights that moved to the device beside the link's rate; ours alone."""
+    session = getattr(engine.model, "_trainstream_session", None)
+    if session is None:
         return {}
-    per_step = session.pager.host_bytes / steps
-    rate = per_step / step_s / 1e9
-    found = {"h2d_gb_per_step": round(per_step / 1e9, 3), "h2d_gb_per_s": round(rate, 2)}
-    if link:
-        found |= {"link_gb_per_s": round(link, 2), "link_frac": round(rate / link, 4)}
-    rows = [row for row in session.plan.to_dict()["blocks"] if row["kind"] == "block"]
-    policies = [row["policy"] for row in rows]
-    return {
-        **found,
-        "paged_blocks": sum(row["tier"] != "device" for row in rows),
-        "blocks": len(rows),
+    rows = session.plan.to_dict()["blocks"]
+    blocks = [row for row in rows if row["kind"] == "block"]
+    policies = [row["policy"] for row in blocks]
+    tiers = [row["tier"] for row in rows]
+    found = {
+        "plan": {
+            "optimizer": session.plan.optimizer,
+            "slots": session.plan.slots,
+            "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
+            "predicted_gb": {key: round(size / 1e9, 3) for key, size in session.plan.predicted.items()},
+        },
+        "paged_blocks": sum(row["tier"] != "device" for row in blocks),
+        "blocks": len(blocks),
+        "paged_gb": round(sum(row["bytes"] for row in rows if row["tier"] != "device") / 1e9, 4),
+        "weights_gb": round(sum(row["bytes"] for row in rows) / 1e9, 4),
         "policies": {name: policies.count(name) for name in sorted(set(policies))},
+        "events": session.events.events,
     }
+    if link:
+        rate = moved.get("h2d_gb_per_step", 0.0) / step_s
+        found |= {"h2d_gb_per_s": round(rate, 2), "link_gb_per_s": round(link, 2)}
+        found["link_frac"] = round(rate / link, 4)
+    return found
+
+
+def profile(args: argparse.Namespace, loop: Loop) -> dict:
+    """Record steps, all threads; what the timeline tool makes of them."""
+    import torch
+
+    from ts_core.trace import SpanRecorder
+
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    activities += [torch.profiler.ProfilerActivity.CUDA] if loop.cuda else []
+    loop.clock.tracing = True
+    first = len(loop.times)
+    with torch.profiler.profile(activities=activities) as profiler, SpanRecorder() as recorder:
+        loop.run("first_step")  # the profiler's own beginnings
+        for _ in range(args.profile):
+            loop.run()
+    loop.clock.tracing = False
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        trace = json.loads(path.read_text())
+    recorder.add_to(trace)
+    found: dict[str, Any] = {
+        "traced_step_s": round(statistics.median(loop.times[first + 1 :]), 5),
+        **timeline.summary(timeline.analyze(trace)),
+    }
+    if args.out_trace:
+        path = args.out_trace
+        if len(args.engines.split(",")) > 1:
+            path = path.with_name(f"{path.name.split('.')[0]}-{args.worker}{''.join(path.suffixes)}")
+        text = json.dumps(trace)
+        if path.suffix == ".gz":
+            path.write_bytes(gzip.compress(text.encode(), 6))
+        else:
+            path.write_text(text)
+        found["file"] = str(path)
+    return found
+
+
+def parts(args: argparse.Namespace, engine: str) -> dict:
+    """Forward and backward of the resident model without an optimizer, and the host AdamW alone."""
+    import torch
+
+    setting = setting_of(args, engine, bare=True)
+    made = engines.make(setting)
+    trained = made.trained
+
+    def step() -> None:
+        for parameter in trained:
+            parameter.grad = None
+
+    loop = Loop(dataclasses.replace(made, step=step), args, setting.device)
+    for _ in range(WARMUP):
+        loop.run()
+    loop.clock.clear()
+    for _ in range(args.steps):
+        loop.run()
+    found = {f"t_{key}_s": loop.clock.fields()[f"t_{name}_s"] for key, name in PHASES.items()}
+    del made, loop
+    if setting.device == "cuda":
+        torch.cuda.empty_cache()
+    return {**found, **measure.optimizer_alone(trained, setting.device, setting.options, setting.lr)}
+
+
+# ---- all of them ----
 
 
 def equality(results: list[dict]) -> dict:
@@ -397,83 +425,122 @@ def equality(results: list[dict]) -> dict:
     }
 
 
-def run_one(args: argparse.Namespace, engine: str) -> dict:
-    """Run one engine in a fresh process; its line, or one that says what went wrong."""
-    command = [
-        sys.executable,
-        __file__,
-        "--scenario",
-        args.scenario,
-        "--worker",
-        engine,
-        "--steps",
-        str(args.steps),
-        *(["--vram-budget", args.vram_budget] if args.vram_budget else []),
-        *(["--equality"] if args.equality else []),
-    ]
+def run_one(words: list[str], engine: str, timeout: float, *, equal: bool = False) -> dict:
+    """Run one engine in a fresh process; its line, or one that says what went wrong.
+
+    Args:
+        words: The command line, which the process reads again.
+        engine: Its name, or that of its parts.
+        timeout: Seconds.
+        equal: Deterministic matrix products.
+    """
+    command = [sys.executable, str(Path(__file__).resolve()), *words, "--worker", engine]
     env = dict(os.environ)
-    if args.equality:
+    if equal:
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
-    where = {"scenario": args.scenario, "engine": engine}
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=args.timeout, env=env)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
     except subprocess.TimeoutExpired:
-        return {**where, "error": f"no result within {args.timeout} s"}
+        return {"engine": engine, "error": f"no result within {timeout} s"}
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    return {**where, "error": (done.stderr.strip().splitlines() or ["no output"])[-1][:400]}
+    said = [line for line in done.stderr.splitlines() if line.strip()]
+    why = next((line for line in reversed(said) if "Error" in line), (said or ["no output"])[-1])
+    return {"engine": engine, "error": why.strip()[:500], "status": done.returncode}
 
 
-def emit(args: argparse.Namespace, line: dict) -> None:
+def with_bound(result: dict, found: dict) -> dict:
+    """Add the parts, the bound that follows from them, and the step over it."""
+    if "error" in found or "error" in result:
+        return {**result, "parts": found}
+    bound = found["t_bwd_s"] + max(found["t_fwd_s"], found["t_adamw_s"])
+    frac = result["step_s"] / bound
+    return {**result, "parts": found, "bound_s": round(bound, 5), "bound_frac": round(frac, 4)}
+
+
+def emit(out: Path | None, line: dict) -> None:
     """Print a line and append it to the file."""
     text = json.dumps(line)
     print(text, flush=True)
-    if args.out:
-        with args.out.open("a") as file:
+    if out:
+        with out.open("a") as file:
             file.write(text + "\n")
+
+
+def option(text: str) -> tuple[str, Any]:
+    """``key=value`` with the value as Python would read it, a word or a size as it is."""
+    key, sign, value = text.partition("=")
+    if not sign or not key.isidentifier():
+        raise argparse.ArgumentTypeError(f"expected key=value, given {text!r}")
+    try:
+        return key, ast.literal_eval(value)
+    except (ValueError, SyntaxError):
+        return key, {"true": True, "false": False, "none": None}.get(value.lower(), value)
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    made = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = "; ".join(f"{name}: {what}" for name, what in engines.ENGINES.items())
+    made.add_argument("--scenario", choices=sorted(SCENARIOS), default="lora7b")
+    made.add_argument("--engines", default="trainstream-nf4,bnb,stock", help=f"of {names}")
+    made.add_argument("--steps", type=int, default=10, help=f"timed steps, after {WARMUP} and more to settle")
+    made.add_argument("--tokens", type=int, help="tokens of a row (default: the scenario's)")
+    made.add_argument("--batch", type=int, help="rows of a step (default: the scenario's)")
+    made.add_argument("--repeat", type=int, default=1, help="runs of each engine, taken in turn")
+    made.add_argument("--timeout", type=int, default=300, help="seconds for one run")
+    made.add_argument("--out", type=Path, help="file that JSON lines are appended to")
+    made.add_argument(
+        "--wrap", type=option, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for wrap()"
+    )
+    made.add_argument("--clip", type=float, help="largest norm of the gradients")
+    made.add_argument("--cap-gb", type=float, default=0.0, help="GiB that PyTorch may take on the GPU")
+    made.add_argument("--vram-budget", metavar="SIZE", help="wrap(vram_budget=SIZE) for engines that stream")
+    made.add_argument("--no-parts", action="store_true", help="do not measure the parts of the bound")
+    made.add_argument("--equality", action="store_true", help="deterministic; compare losses and weights")
+    made.add_argument(
+        "--profile", type=int, default=0, metavar="N", help="record N steps after the timed ones"
+    )
+    made.add_argument("--out-trace", type=Path, metavar="FILE", help="keep the trace: *.json or *.json.gz")
+    made.add_argument("--smoke", action="store_true", help="tiny, two steps: does the script work")
+    made.add_argument("--worker", help=argparse.SUPPRESS)
+    return made
 
 
 def main() -> int:
     """Run the engines in turn."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--scenario", choices=sorted(SCENARIOS), default="lora7b")
-    parser.add_argument("--engines", default="trainstream-nf4,bnb,stock", help=f"of {', '.join(ENGINES)}")
-    parser.add_argument("--steps", type=int, default=10, help=f"timed steps, after {WARMUP} for warming up")
-    parser.add_argument("--repeat", type=int, default=1, help="runs of each engine, taken in turn")
-    parser.add_argument("--timeout", type=int, default=300, help="seconds for one run")
-    parser.add_argument("--out", type=Path, help="file that JSON lines are appended to")
-    parser.add_argument(
-        "--vram-budget", metavar="SIZE", help="wrap(vram_budget=SIZE) for engines that stream"
-    )
-    parser.add_argument("--equality", action="store_true", help="deterministic; compare losses and weights")
-    parser.add_argument("--smoke", action="store_true", help="tiny, two steps: does the script work")
-    parser.add_argument("--worker", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    words = sys.argv[1:]
+    args = parser().parse_args(words)
+    args.wrap = dict(args.wrap)
     if args.smoke:
-        args.scenario, args.steps, args.equality = "tiny", 2, True
+        args.scenario, args.steps, args.equality, args.profile = "tiny", 2, True, 1
         args.engines = "trainstream,trainstream-stream"
     if args.worker:
-        args.engine = args.worker
-        print("RESULT " + json.dumps(worker(args)), flush=True)
+        engine = args.worker.removeprefix(PARTS)
+        line = worker(args) if engine == args.worker else parts(args, engine)
+        print("\nRESULT " + json.dumps(line), flush=True)
         return 0
-    engines = args.engines.split(",")
-    unknown = sorted(set(engines) - set(ENGINES))
-    if unknown:
-        parser.error(f"unknown engines {', '.join(unknown)}; known: {', '.join(ENGINES)}")
-    failed, results = False, []
-    for _ in range(args.repeat):
-        for engine in engines:
-            result = run_one(args, engine)
-            failed |= "error" in result
-            results.append(result)
-            emit(args, result)
+    names = args.engines.split(",")
+    if unknown := sorted(set(names) - set(engines.ENGINES)):
+        parser().error(f"unknown engines {', '.join(unknown)}; known: {', '.join(engines.ENGINES)}")
+    bounded = scenario_of(args)[1] == "full" and not args.no_parts and not args.equality
+    results = []
+    measured: dict[bool, dict] = {}
+    for engine in names * args.repeat:
+        result = run_one(words, engine, args.timeout, equal=args.equality)
+        if bounded and engines.is_ours(engine):
+            low = engine.endswith("-bf16")
+            if low not in measured:
+                measured[low] = run_one(words, PARTS + engine, args.timeout)
+            result = with_bound(result, measured[low])
+        results.append({"scenario": args.scenario, **result})
+        emit(args.out, results[-1])
+    failed = any("error" in result for result in results)
     if args.equality:
         verdict = equality(results)
         failed |= not (verdict["losses_equal"] and verdict["weights_equal"])
-        emit(args, {"scenario": args.scenario, "vram_budget": args.vram_budget, **verdict})
+        emit(args.out, {"scenario": args.scenario, "vram_budget": args.vram_budget, **verdict})
     return int(failed)
 
 

@@ -14,16 +14,19 @@ import torch
 
 from ts_core.errors import ArgumentError, ArgumentTypeError, StateError, StorageError, message
 from ts_core.memory import disk_budget, format_bytes, parse_bytes
-from ts_core.options import boolean, integer
+from ts_core.options import boolean, choice, integer
 
 from . import _C
 from .folder import PrivateFolder
 from .layout import Layout, copy_exactly, flat_bytes, layout_of, stored_form
 from .wait import WaitPolicy
 
-__all__ = ["DiskStore", "DiskTicket"]
+__all__ = ["DiskStore", "DiskTicket", "FileSpan"]
 
 _PAGE = _C.direct_align
+_BACKENDS = {"auto": 0, "uring": 1, "threads": 2}
+_CHUNK_BYTES = 4 << 20
+_AT_FDCWD = -100
 
 
 @dataclass
@@ -34,7 +37,53 @@ class _Entry:
     layout: Layout
     reserved: int
     write: _C.Ticket | None = None
+    parts: dict[tuple[int, int], _C.Ticket] = field(default_factory=dict)
     reads: list[_C.Ticket] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class FileSpan:
+    """A stretch of a file that is not ours: read, and never written.
+
+    Attributes:
+        path: Of the file itself, no link.
+        offset: First byte.
+        nbytes: Bytes.
+        identity: Which file it was, of which size and last change; another one is not read.
+    """
+
+    path: str
+    offset: int
+    nbytes: int
+    identity: _C.FileIdentity
+
+    @staticmethod
+    def of(path: str | os.PathLike[str], offset: int, nbytes: int) -> FileSpan:
+        """Look at a file.
+
+        Args:
+            path: The file, or a link to it.
+            offset: First byte.
+            nbytes: Bytes, at least 1.
+
+        Raises:
+            StorageError: It is missing or shorter.
+            ArgumentError: A negative offset, or no bytes.
+        """
+        if offset < 0 or nbytes < 1:
+            raise ArgumentError(
+                message("FileSpan.of", "offset, nbytes", "an offset >= 0 and bytes >= 1", (offset, nbytes))
+            )
+        real = os.path.realpath(path)
+        identity = _C.identify(real)
+        if offset + nbytes > identity.nbytes:
+            raise StorageError(
+                errno.EIO,
+                f"[FileSpan.of] {real}: expected {nbytes} bytes at offset {offset}, the file ends at "
+                f"{identity.nbytes}",
+                real,
+            )
+        return FileSpan(real, offset, nbytes, identity)
 
 
 class DiskTicket:
@@ -87,9 +136,11 @@ class DiskStore:
     store is dropped and at interpreter exit; folders that killed processes of this user left there go first,
     never through links. A file's blocks are reserved before its first byte is written, so a full disk
     is an error of the call that asks for room, and rewriting a key at its size cannot fail for want of it.
-    Bytes move by direct I/O where the file system takes it (`direct`), else by plain reads and writes, on I/O
-    threads of the store. Bytes come back exactly, with shape, dtype and dense strides; gaps and repeated rows
-    of a view are not stored.
+    Bytes move by direct I/O where the file system takes it and mappings of the files see it (`direct`), else
+    by plain reads and writes, several chunks of 4 MiB at a time. Direct I/O goes through io_uring where the
+    kernel and the container let it (`uring`), all else on I/O threads of the store; tests choose with the
+    environment variable `TRAINSTREAM_IO`: ``auto``, ``uring`` or ``threads``. Bytes come back exactly, with
+    shape, dtype and dense strides; gaps and repeated rows of a view are not stored.
 
     A forked child cannot use its parent's store (`StateError`) and never removes its files.
 
@@ -115,7 +166,8 @@ class DiskStore:
             directory: An existing directory; `None` is the system's temporary one.
             budget: Bytes of files at most ("100GiB" too); `None`: as much as the disk has.
             direct: Use direct I/O if the file system takes it.
-            threads: I/O threads, started with the first read or write.
+            threads: Chunks under way at once; I/O threads, started with the first read or write that needs
+                them.
             wait: How host threads wait; `None` reads the environment (`WaitPolicy.from_env`).
 
         Raises:
@@ -132,7 +184,9 @@ class DiskStore:
         self._used = 0
         self._folder = PrivateFolder(directory)
         self.direct = direct and _C.takes_direct_io(self._folder.descriptor)
-        self._native = _C.Disk(threads, 4 << 20, *policy.native())
+        name = os.environ.get("TRAINSTREAM_IO", "").strip() or "auto"
+        backend = _BACKENDS[choice("environment variable TRAINSTREAM_IO", name, tuple(_BACKENDS))]
+        self._native = _C.Disk(threads, _CHUNK_BYTES, *policy.native(), backend)
         self._folder.call_before_removal(self._native.close)
         self._host = _C.HostPool(0)
 
@@ -145,6 +199,21 @@ class DiskStore:
     def used_bytes(self) -> int:
         """Bytes reserved in files."""
         return self._used
+
+    @property
+    def descriptor(self) -> int:
+        """Open descriptor of the private folder."""
+        return self._folder.descriptor
+
+    def nbytes_of(self, key: str) -> int:
+        """Return the bytes of a stored tensor; 0 for a key that is not stored."""
+        entry = self._entries.get(key)
+        return 0 if entry is None else entry.layout.nbytes
+
+    @property
+    def uring(self) -> bool:
+        """Whether direct reads and writes go through io_uring."""
+        return self.direct and self._native.uses_uring
 
     def __contains__(self, key: object) -> bool:
         """Whether a key is stored."""
@@ -204,6 +273,7 @@ class DiskStore:
             reserved = math.ceil(layout.nbytes / _PAGE) * _PAGE
             entry = self._reserve(key, entry, reserved)
             entry.layout = layout
+            entry.parts = {}
             entry.write = self._submit(True, entry, flat_bytes(stored)) if layout.nbytes else None
             self._entries[key] = entry
             return DiskTicket(entry.write, None)
@@ -285,8 +355,7 @@ class DiskStore:
             layout = entry.layout
             if out is not None:
                 _expect_out(out, layout)
-            if entry.write is not None:
-                entry.write.wait()
+            _await_writes(entry)
             if not layout.nbytes:
                 return DiskTicket(None, layout.empty() if out is None else out)
             plain = None if out is None else out.detach()
@@ -297,9 +366,100 @@ class DiskStore:
                 target = layout.view(memory)
                 staged = None if plain is None else target
             ticket = self._submit(False, entry, flat_bytes(target))
-            entry.reads = [read for read in entry.reads if not read.done()]
-            entry.reads.append(ticket)
+            _note_read(entry, ticket)
             return DiskTicket(ticket, target if out is None else out, staged)
+
+    def read_part(self, key: str, offset: int, out: torch.Tensor) -> DiskTicket:
+        """Start reading some bytes of a tensor, after writes of it under way.
+
+        Args:
+            key: A stored key.
+            offset: First byte.
+            out: uint8 tensor of as many bytes; they are there when the ticket has been waited for.
+
+        Returns:
+            The ticket.
+
+        Raises:
+            KeyError: No such key.
+            StorageError: A write of this key failed.
+            StateError: Closed, or the parent's store.
+        """
+        with self._lock:
+            entry = self._part("read_part", key, offset, out)
+            _await_writes(entry)
+            ticket = self._submit(False, entry, out, offset)
+            _note_read(entry, ticket)
+            return DiskTicket(ticket, out)
+
+    def write_part(self, key: str, offset: int, data: torch.Tensor) -> DiskTicket:
+        """Start writing some bytes of a tensor in place, after reads of it under way; needs no room.
+
+        Args:
+            key: A stored key.
+            offset: First byte, a multiple of 4096; the end must be one too, or that of the tensor.
+            data: uint8 tensor, kept as it is until the ticket has been waited for.
+
+        Returns:
+            The ticket. If it fails, these bytes are undefined, and reads of the key raise, until a later
+            write of the same key is done: the caller keeps `data` and tries again.
+
+        Raises:
+            KeyError: No such key.
+            ArgumentError: Not on such a boundary.
+            StateError: Closed, or the parent's store.
+        """
+        with self._lock:
+            entry = self._part("write_part", key, offset, data)
+            end = offset + data.numel()
+            if offset % _PAGE or (end % _PAGE and end != entry.layout.nbytes):
+                raise ArgumentError(
+                    message(
+                        "DiskStore.write_part", "offset", f"a range of whole {_PAGE} bytes", (offset, end)
+                    )
+                )
+            _settle(entry, writes=False)
+            ticket = self._submit(True, entry, data, offset)
+            entry.parts = {place: part for place, part in entry.parts.items() if not _went_well(part)}
+            entry.parts[offset, end] = ticket
+            return DiskTicket(ticket, None)
+
+    def read_span(self, span: FileSpan, out: torch.Tensor) -> DiskTicket:
+        """Start reading a stretch of somebody else's file.
+
+        Args:
+            span: What to read.
+            out: uint8 tensor of as many bytes; they are there when the ticket has been waited for.
+
+        Returns:
+            The ticket; it raises StorageError if the file is another one than the span was made of, or cannot
+            be read.
+
+        Raises:
+            StateError: Closed, or the parent's store.
+        """
+        with self._lock:
+            self._expect_open("read_span")
+            native = self._native.submit(
+                False, _AT_FDCWD, span.path, span.path, out, span.offset, self.direct, span.identity
+            )
+            return DiskTicket(native, out)
+
+    def _part(self, call: str, key: str, offset: int, data: torch.Tensor) -> _Entry:
+        self._expect_open(call)
+        entry = self._entries.get(key)
+        if entry is None:
+            raise KeyError(f"[DiskStore.{call}] no tensor was stored under {key!r}")
+        if offset < 0 or offset + data.numel() > entry.layout.nbytes:
+            raise ArgumentError(
+                message(
+                    f"DiskStore.{call}",
+                    "offset",
+                    f"a part of {entry.layout.nbytes} bytes",
+                    (offset, data.numel()),
+                )
+            )
+        return entry
 
     def delete(self, key: str) -> None:
         """Remove a tensor and its file, after reads and writes of it under way.
@@ -347,9 +507,11 @@ class DiskStore:
         if self._folder.removed:
             raise StateError(f"[DiskStore.{call}] the store is closed")
 
-    def _submit(self, write: bool, entry: _Entry, data: torch.Tensor) -> _C.Ticket:
+    def _submit(self, write: bool, entry: _Entry, data: torch.Tensor, offset: int = 0) -> _C.Ticket:
         path = str(self._folder.path / entry.name)
-        return self._native.submit(write, self._folder.descriptor, entry.name, path, data, 0, self.direct)
+        return self._native.submit(
+            write, self._folder.descriptor, entry.name, path, data, offset, self.direct
+        )
 
     def _reserve(self, key: str, entry: _Entry | None, reserved: int) -> _Entry:
         """Give the key a file of `reserved` bytes, or leave everything as it is and raise."""
@@ -389,15 +551,38 @@ class DiskStore:
         )
 
 
-def _settle(entry: _Entry) -> None:
+def _settle(entry: _Entry, *, writes: bool = True) -> None:
     """Wait until no thread touches the file; failures were or will be told by their tickets."""
-    for ticket in (*entry.reads, entry.write):
+    for ticket in (*entry.reads, *((*entry.parts.values(), entry.write) if writes else ())):
         while ticket is not None and not ticket.done():
             try:
                 ticket.wait()
             except StorageError:
                 break
     entry.reads = []
+
+
+def _await_writes(entry: _Entry) -> None:
+    """Wait for writes under way; raises what one that failed raises."""
+    for ticket in (entry.write, *entry.parts.values()):
+        if ticket is not None:
+            ticket.wait()
+    entry.parts = {}
+
+
+def _went_well(ticket: _C.Ticket) -> bool:
+    if not ticket.done():
+        return False
+    try:
+        ticket.wait()
+    except StorageError:
+        return False
+    return True
+
+
+def _note_read(entry: _Entry, ticket: _C.Ticket) -> None:
+    entry.reads = [read for read in entry.reads if not read.done()]
+    entry.reads.append(ticket)
 
 
 def _expect_key(call: str, key: object) -> None:

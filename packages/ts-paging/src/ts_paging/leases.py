@@ -1,0 +1,247 @@
+"""Leases: copies in memory of tensors that live in files, for whoever computes with them.
+
+A lease reads by direct I/O, hands out the copies and writes them back by direct I/O; the mapping of the file
+sees the new bytes afterwards. Until a write is known to have gone well the copy is the truth: a write that
+fails is tried again, and if the disk still refuses, the copy takes the place of the mapping's pages, so that
+nobody who holds the tensor loses its value.
+"""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from ts_core.errors import StorageError
+from ts_core.memory import format_bytes
+
+from . import _C
+from .disk import DiskTicket
+from .layout import flat_bytes, layout_of
+
+if TYPE_CHECKING:
+    from .files import FileTensors
+
+__all__ = ["Lease", "LeaseMemory", "Piece"]
+
+_PAGE = _C.direct_align
+
+
+class LeaseMemory:
+    """Buffers of leases, of `limit` bytes at most, unless one lease alone needs more."""
+
+    def __init__(self, limit: int) -> None:
+        """Hold none."""
+        self.limit = limit
+        self.used = 0
+        self.peak = 0
+        self._changed = threading.Condition()
+        self._spare: dict[int, list[Tensor]] = {}
+        self._host = _C.HostPool(0)
+
+    def take(self, nbytes: int, wait: bool) -> bool:
+        """Reserve room; returns whether there is."""
+        with self._changed:
+            while self.used and self.used + nbytes > self.limit:
+                if not wait:
+                    return False
+                self._changed.wait()
+            self.used += nbytes
+            self.peak = max(self.peak, self.used)
+            return True
+
+    def buffer(self, nbytes: int) -> Tensor:
+        """Return page-aligned memory of at least `nbytes`, room for which was taken."""
+        size = room_of(nbytes)
+        with self._changed:
+            spare = self._spare.get(size)
+            if spare:
+                return spare.pop()
+            if self.used + sum(size * len(kept) for size, kept in self._spare.items()) > self.limit:
+                self._spare.clear()
+        memory: Tensor = self._host.empty(size, False, 0)[0]
+        return memory
+
+    def give_back(self, nbytes: int, buffers: Sequence[Tensor]) -> None:
+        """End a reservation; with the last one all memory goes."""
+        with self._changed:
+            self.used -= nbytes
+            for buffer in buffers:
+                self._spare.setdefault(buffer.numel(), []).append(buffer)
+            if not self.used:
+                self._spare.clear()
+            self._changed.notify_all()
+
+
+def room_of(nbytes: int) -> int:
+    """Whole pages."""
+    return -(-nbytes // _PAGE) * _PAGE
+
+
+class Piece:
+    """One tensor of a lease, or the part of one.
+
+    Attributes:
+        tensor: What is leased: a mapping, or any tensor that is used as it is.
+        written: Whether the holder writes it.
+        room: Bytes of the copy; 0 if there is none.
+    """
+
+    def __init__(
+        self,
+        tensor: Tensor,
+        written: bool,
+        files: FileTensors | None = None,
+        key: str = "",
+        offset: int = 0,
+    ) -> None:
+        """Nothing is read yet; without `files` nothing ever is."""
+        self.tensor, self.written = tensor, written
+        self.files, self.key, self.offset = files, key, offset
+        self.room = 0 if files is None else room_of(tensor.nbytes)
+        self.buffer: Tensor | None = None
+        self.copy: Tensor = tensor
+        self.reading: DiskTicket | None = None
+        self.writing: DiskTicket | None = None
+
+    def start(self, memory: LeaseMemory) -> None:
+        """Start reading."""
+        if self.files is None:
+            return
+        self.buffer = memory.buffer(self.tensor.nbytes)
+        flat = self.buffer[: self.tensor.nbytes]
+        self.reading = self.files.store.read_part(self.key, self.offset, flat)
+        self.copy = layout_of(self.tensor).view(flat)
+
+    def start_writing(self) -> None:
+        """Start writing back."""
+        if self.files is not None and self.written and self.writing is None:
+            self.writing = self.files.store.write_part(self.key, self.offset, flat_bytes(self.copy))
+
+    def finish_writing(self) -> StorageError | None:
+        """Wait for the write; one that failed is tried again, then the copy takes the mapping's place."""
+        if self.writing is None:
+            return None
+        try:
+            self.writing.wait()
+        except StorageError:
+            assert self.files is not None
+            self.writing = self.files.store.write_part(self.key, self.offset, flat_bytes(self.copy))
+            try:
+                self.writing.wait()
+            except StorageError as error:
+                self._keep_in_memory()
+                self.writing = None
+                return error
+        self.writing = None
+        return None
+
+    def _keep_in_memory(self) -> None:
+        assert self.files is not None
+        mapped, copy = flat_bytes(self.tensor), flat_bytes(self.copy)
+        if _C.move_to_memory(mapped, copy) != 0:
+            mapped.copy_(copy)  # the page cache at least
+        self.files.forsake(self.tensor)
+
+
+class Lease:
+    """Copies of tensors, from `FileTensors.lease`; a context manager that gives them.
+
+    Leaving it after an exception writes nothing: the files hold what they held.
+
+    Example:
+        >>> import torch
+        >>> from ts_paging.files import FileTensors
+        >>> files = FileTensors()
+        >>> weight = files.place(torch.zeros(3))
+        >>> with files.lease([weight]) as (copy,):
+        ...     copy += 1
+        >>> weight
+        tensor([1., 1., 1.])
+        >>> files.close()
+    """
+
+    def __init__(self, memory: LeaseMemory, pieces: Sequence[Piece]) -> None:
+        """Start reading; room for the copies was taken."""
+        self._memory: LeaseMemory | None = memory
+        self._pieces = pieces
+        self.nbytes = sum(piece.room for piece in pieces)
+        try:
+            for piece in pieces:
+                piece.start(memory)
+        except BaseException:
+            self.release()
+            raise
+
+    def tensors(self) -> list[Tensor]:
+        """Wait for the reads and return the copies.
+
+        Raises:
+            StorageError: A file cannot be read.
+        """
+        for piece in self._pieces:
+            if piece.reading is not None:
+                piece.reading.wait()
+                piece.reading = None
+        return [piece.copy for piece in self._pieces]
+
+    def write_back(self) -> None:
+        """Start writing back what is written; the copies must stay as they are from now on."""
+        for piece in self._pieces:
+            piece.start_writing()
+
+    def close(self) -> None:
+        """Wait until everything is written back, and give the memory back. May be called again.
+
+        Raises:
+            StorageError: Something could not be written. Its value is in memory now, in the place of the
+                mapping: nothing is lost, and whoever holds the tensor sees it.
+        """
+        failed = [(piece, error) for piece in self._pieces if (error := piece.finish_writing()) is not None]
+        self.release()
+        if failed:
+            nbytes = sum(piece.tensor.nbytes for piece, _ in failed)
+            first = failed[0][1]
+            raise StorageError(
+                first.errno or errno.EIO,
+                f"[FileTensors.lease] {format_bytes(nbytes)} could not be written back and are kept in "
+                f"memory from now on, nothing is lost: {first}. Save a checkpoint to another disk, or make "
+                "room and go on",
+                str(first.filename),
+            ) from first
+
+    def release(self) -> None:
+        """Give the memory back without writing."""
+        memory, self._memory = self._memory, None
+        if memory is None:
+            return
+        buffers = []
+        for piece in self._pieces:
+            # A read that is under way still fills its buffer.
+            if piece.buffer is not None and piece.reading is None and piece.writing is None:
+                buffers.append(piece.buffer)
+            piece.buffer = piece.reading = None
+        memory.give_back(self.nbytes, buffers)
+
+    def __enter__(self) -> list[Tensor]:
+        """Return the copies."""
+        try:
+            return self.tensors()
+        except BaseException:
+            self.release()
+            raise
+
+    def __exit__(self, kind: type[BaseException] | None, *rest: object) -> None:
+        """Write back, unless something went wrong."""
+        if kind is None:
+            self.write_back()
+            self.close()
+        else:
+            self.release()
+
+    def __del__(self) -> None:
+        """A lease that nobody ended leaves the files as they are."""
+        self.release()

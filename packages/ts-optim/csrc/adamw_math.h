@@ -40,6 +40,10 @@ struct ScalarOps {
   TS_HOST_DEVICE static inline I round_fp16(V x) { return to_fp16(x).bits; }
   // a == b ? x : y
   TS_HOST_DEVICE static inline V pick(I a, I b, V x, V y) { return a == b ? x : y; }
+  // p if it is a number and a <= b, unsigned, else x
+  TS_HOST_DEVICE static inline V pick_within(V p, I a, I b, V x) {
+    return p == p && a <= b ? p : x;
+  }
 #if defined(__CUDA_ARCH__)
   __device__ static inline V mul(V a, V b) { return __fmul_rn(a, b); }
   __device__ static inline V sub(V a, V b) { return __fsub_rn(a, b); }
@@ -58,7 +62,17 @@ struct ScalarOps {
   // For packed moments; integers are 32 bits wide.
   TS_HOST_DEVICE static inline I seti(uint32_t x) { return x; }
   TS_HOST_DEVICE static inline I load8(const uint8_t* p) { return *p; }
+  TS_HOST_DEVICE static inline I load8s(const uint8_t* p) {
+    return static_cast<uint32_t>(static_cast<int8_t>(*p));
+  }
   TS_HOST_DEVICE static inline void store8(uint8_t* p, I x) { *p = static_cast<uint8_t>(x); }
+  static inline uint32_t largest_u(I x) { return x; }
+  static inline uint32_t largest_s(I x) { return x; }
+  // Several in a row.
+  static inline void store8(uint8_t* p, I a, I b, I c, I d) {
+    store8(p, a), store8(p + 1, b), store8(p + 2, c), store8(p + 3, d);
+  }
+  static inline void store16(uint16_t* p, I a, I b) { store16(p, a), store16(p + 1, b); }
   TS_HOST_DEVICE static inline I bits(V x) { return float_bits(x); }
   TS_HOST_DEVICE static inline V floats(I x) { return bits_float(x); }
   TS_HOST_DEVICE static inline I add(I a, I b) { return a + b; }
@@ -79,10 +93,24 @@ struct ScalarOps {
   TS_HOST_DEVICE static inline I shr(I a) {
     return a >> N;
   }
-  // x where `where` is not zero, else 0
-  TS_HOST_DEVICE static inline I where(I where, I x) { return where ? x : 0u; }
-  TS_HOST_DEVICE static inline V at_most_one(V a) { return a < 1.0f ? a : 1.0f; }
+  template <int N>
+  TS_HOST_DEVICE static inline I sar(I a) {
+    return static_cast<uint32_t>(static_cast<int32_t>(a) >> N);
+  }
+  TS_HOST_DEVICE static inline I min_s(I a, I b) {
+    return static_cast<int32_t>(a) < static_cast<int32_t>(b) ? a : b;
+  }
+  // Which lanes are zero.
+  using Zeros = bool;
+  TS_HOST_DEVICE static inline Zeros zeros(V x) { return x == 0.0f; }
+  TS_HOST_DEVICE static inline Zeros zeros(I x, I bits) { return (x & bits) == 0; }
+  // x, and 0 or `other` in those lanes.
+  TS_HOST_DEVICE static inline I keep(Zeros z, I x) { return z ? 0u : x; }
+  TS_HOST_DEVICE static inline I keep(Zeros z, I x, I other) { return z ? other : x; }
   TS_HOST_DEVICE static inline V at_least(V a, V low) { return a < low ? low : a; }
+  TS_HOST_DEVICE static inline V at_least(V a, V low, Zeros z) {
+    return z ? 0.0f : at_least(a, low);
+  }
 };
 
 template <typename O>
@@ -132,13 +160,23 @@ TS_HOST_DEVICE static inline uint16_t* low_at(const AdamWItem& t, int64_t i) {
   return static_cast<uint16_t*>(t.low) + (L == Kind::kNone ? 0 : i);
 }
 
-// The fp32 weights, or the 16-bit ones where somebody edited them.
+// The fp32 weight p, or the 16-bit one where somebody edited it: where that is not p rounded. In
+// bf16 it is, if the bits are at most half a step apart (less, where that is a tie to the other).
+template <typename O, Kind L>
+TS_HOST_DEVICE static inline typename O::V reconciled(typename O::V p, typename O::I now) {
+  const typename O::V low = widen<O, L>(now);
+  if constexpr (L == Kind::kFP16) return O::pick(now, round_low<O, L>(p), p, low);
+  const typename O::I apart = O::minus(O::bits(p), O::bits(low));
+  const typename O::I size = O::max_s(apart, O::minus(O::seti(0), apart));
+  const typename O::I odd = O::both(now, O::seti(1));
+  return O::pick_within(p, O::add(size, odd), O::seti(0x8000u), low);
+}
+
 template <typename O, Kind L>
 TS_HOST_DEVICE static inline typename O::V load_weight(const AdamWItem& t, int64_t i) {
   const typename O::V p = O::load(t.param + i);
   if (L == Kind::kNone || !t.reconcile) return p;
-  const typename O::I now = O::load16(low_at<L>(t, i));
-  return O::pick(now, round_low<O, L>(p), p, widen<O, L>(now));
+  return reconciled<O, L>(p, O::load16(low_at<L>(t, i)));
 }
 
 // Elements [i, i + O::kWidth) of one tensor: every read comes before the first write.

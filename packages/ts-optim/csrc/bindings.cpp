@@ -288,8 +288,8 @@ void place_moments(BlockItem& item, const BlockTensors& t, size_t i) {
 // is 1/16. Random bits are right for any beta1.
 void choose_rounding(BlockItem& item, double beta1) {
   const bool nearest = 1.0 - beta1 > 0.0625;
-  item.m_random = nearest ? 0 : 0xFFFF;
-  item.m_half = nearest ? 0x8000 : 0;
+  item.m_random = nearest ? 0 : (1u << optim::kPoint) - 1;
+  item.m_fixed = nearest ? optim::RatioCode::kHalf : optim::RatioCode::kBend;
 }
 
 BlockItem make_block_item(const BlockTensors& t, const BlockCall& call, size_t i, double count) {

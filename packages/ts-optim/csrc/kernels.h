@@ -51,8 +51,8 @@ struct BlockItem : AdamWItem {  // exp_avg and exp_avg_sq of the base are not us
   uint32_t turn;  // added to random words: goes round by the golden ratio with the step
   double* sums;   // partial sums of this item: kSums rows of sum_stride; or null
   int64_t sum_stride;
-  float ema_weight;           // 1 - decay
-  uint16_t m_random, m_half;  // what rounds the first moment: (random & m_random) | m_half
+  float ema_weight;            // 1 - decay
+  uint32_t m_random, m_fixed;  // what rounds the ratios: (what rounds the roots & random) | fixed
 };
 
 // Rounding of packed moments without a step, when they are loaded.

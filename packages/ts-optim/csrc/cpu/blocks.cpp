@@ -9,17 +9,39 @@ namespace ts::optim::TS_ISA {
 // 16,384 elements a piece of work.
 constexpr int64_t kGrainBlocks = 64;
 
+struct alignas(64) Scratch {
+  float m[kBlock];
+  float root[kBlock];
+  float ratio[kBlock];         // bits of signed numbers
+  float weights[kBlock];       // old ones, where they are not those of the item
+  float moved[kBlock];         // new weights less old ones
+  float rounding[2 * kBlock];  // bits: what rounding adds, for two blocks
+};
+
+// Puts what rounding adds from one of the four turns of a random word, and 64 elements on from that
+// with the top bit flipped.
+template <typename O, Moments M, int TURN>
+static inline void put_rounding(float* to, typename O::I word) {
+  constexpr int kUp = M == Moments::kInt8 ? kPoint - 16 : 0;
+  typename O::I x;
+  if constexpr (8 * TURN + 16 > 32)
+    x = O::either(O::template shl<32 - 8 * TURN + kUp>(word),
+                  O::template shr<8 * TURN - kUp>(word));
+  else if constexpr (8 * TURN > kUp)
+    x = O::template shr<8 * TURN - kUp>(word);
+  else
+    x = O::template shl<kUp - 8 * TURN>(word);
+  x = O::both(x, O::seti(0xFFFFu << kUp));
+  if constexpr (M == Moments::kInt8) x = O::either(x, O::seti(RootCode::kBend));
+  O::store(to + 16 * TURN, O::floats(x));
+  O::store(to + 16 * TURN + 64, O::floats(O::exclusive(x, O::seti(kOtherHalf << kUp))));
+}
+
 #if defined(TS_ISA_portable)
 
-static void fill_random(const BlockItem& t, int64_t block, uint16_t* out) {
-  for (int i = 0; i < 16; ++i) {
-    const Philox p = philox4x32(t.seed, random_counter(block, i), t.number);
-    for (int k = 0; k < 8; ++k) {
-      const uint32_t word = p.out[k / 2] + t.turn;
-      out[16 * k + i] = static_cast<uint16_t>(word >> (16 * (k % 2)));
-      out[16 * k + i + 128] = static_cast<uint16_t>((word ^ kOtherHalf) >> (16 * (k % 2)));
-    }
-  }
+static inline void philox_lanes(uint64_t seed, uint64_t low, uint64_t high, Ops::I* c) {
+  const Philox p = philox4x32(seed, low, high);
+  memcpy(c, p.out, sizeof(p.out));
 }
 
 #else
@@ -44,51 +66,30 @@ static inline void philox_lanes(uint64_t seed, uint64_t low, uint64_t high, Ops:
   }
 }
 
-static void fill_random(const BlockItem& t, int64_t block, uint16_t* out) {
-  for (int i = 0; i < 16; i += Ops::kWidth) {
+#endif
+
+template <Moments M>
+static void draw(const BlockItem& t, int64_t pair, Scratch& x) {
+  for (int lane = 0; lane < 16; lane += Ops::kWidth) {
     Ops::I c[4];
-    philox_lanes(t.seed, random_counter(block, i), t.number, c);
+    philox_lanes(t.seed, random_counter(pair, lane), t.number, c);
     for (int w = 0; w < 4; ++w) {
       const Ops::I word = Ops::add(c[w], Ops::seti(t.turn));
-      const Ops::I other = Ops::exclusive(word, Ops::seti(kOtherHalf));
-      uint16_t* to = out + 32 * w + i;
-      Ops::store16(to, Ops::both(word, Ops::seti(0xFFFFu)));
-      Ops::store16(to + 16, Ops::shr<16>(word));
-      Ops::store16(to + 128, Ops::both(other, Ops::seti(0xFFFFu)));
-      Ops::store16(to + 144, Ops::shr<16>(other));
+      float* to = x.rounding + 128 * w + lane;
+      put_rounding<Ops, M, 0>(to, word);
+      put_rounding<Ops, M, 1>(to, word);
+      put_rounding<Ops, M, 2>(to, word);
+      put_rounding<Ops, M, 3>(to, word);
     }
   }
 }
 
-#endif
-
-struct alignas(64) Scratch {
-  float m[kBlock];
-  float root[kBlock];
-  float ratio[kBlock];  // bits of signed numbers
-  float moved[kBlock];  // new weights less old ones
-  uint16_t random[kBlock];
-};
-
-// Largest of 32-bit words.
-template <typename O>
-struct Largest {
-  typename O::I lanes = O::seti(kNoRatio);
-  inline void take(typename O::I x) { lanes = O::max_s(lanes, x); }
-};
-
-static inline uint32_t largest_of(const Largest<Ops>& wide, const Largest<ScalarOps>& one) {
-  alignas(64) float lanes[Ops::kWidth];
-  Ops::store(lanes, Ops::floats(wide.lanes));
-  uint32_t most = one.lanes;
-  for (float x : lanes) most = ScalarOps::max_s(most, float_bits(x));
-  return most;
-}
-
-// Calls f.template at<Ops>(i) and, for the rest, f.template at<ScalarOps>(i).
-template <typename F>
+// Calls f.template group<Ops>(i) for KTogether vectors, f.template at<Ops>(i) and, for the rest,
+// f.template at<ScalarOps>(i).
+template <int KTogether, typename F>
 static inline void for_elements(int64_t n, F&& f) {
   int64_t i = 0;
+  for (; i + KTogether * Ops::kWidth <= n; i += KTogether * Ops::kWidth) f.template group<Ops>(i);
   for (; i + Ops::kWidth <= n; i += Ops::kWidth) f.template at<Ops>(i);
   for (; i < n; ++i) f.template at<ScalarOps>(i);
 }
@@ -115,49 +116,66 @@ struct Choose<ScalarOps> {
 // What int8 needs of a block before it can be packed.
 struct Found {
   Scratch& x;
-  Largest<Ops> wide_m{}, wide_root{}, wide_ratio{};
-  Largest<ScalarOps> one_m{}, one_root{}, one_ratio{};
+  Ops::I root = Ops::seti(0), ratio = Ops::seti(kNoRatio);
+  uint32_t one_root = 0, one_ratio = kNoRatio;
   template <typename O>
-  inline void take(int64_t k, typename O::V m, typename O::V root) {
-    const typename O::V kept = storable_moment<O>(m, root);
-    const typename O::I r = ratio<O>(kept, root);
-    O::store(x.m + k, kept);
-    O::store(x.root + k, root);
+  TS_ALWAYS_INLINE void take(int64_t k, typename O::V m, typename O::V s, float smallest) {
+    const typename O::I r = storable<O>(m, s, smallest);
+    O::store(x.m + k, m);
+    O::store(x.root + k, s);
     O::store(x.ratio + k, O::floats(r));
-    Choose<O>::from(wide_m, one_m).take(magnitude<O>(kept));
-    Choose<O>::from(wide_root, one_root).take(magnitude<O>(root));
-    Choose<O>::from(wide_ratio, one_ratio).take(r);
+    auto& most_root = Choose<O>::from(root, one_root);
+    auto& most_ratio = Choose<O>::from(ratio, one_ratio);
+    most_root = O::max_u(most_root, O::bits(s));
+    most_ratio = O::max_s(most_ratio, r);
+  }
+  inline BlockScales scales() const {
+    return block_scales(ScalarOps::max_u(Ops::largest_u(root), one_root),
+                        ScalarOps::max_s(Ops::largest_s(ratio), one_ratio));
   }
 };
 
 // Second pass of int8.
 struct Encode {
   const Scratch& x;
+  const float* roundings;
   uint8_t *m, *v;
-  float m_scale, v_inverse;
-  uint32_t random, half;
+  Coding coding;
+  uint32_t random, fixed;
   template <typename O>
-  inline void at(int64_t i) {
-    const typename O::I bits = O::load16(x.random + i);
-    O::store8(v + i, encode_root<O>(O::load(x.root + i), v_inverse, bits));
-    const typename O::I chosen = O::either(O::both(bits, O::seti(random)), O::seti(half));
-    const typename O::I r = O::bits(O::load(x.ratio + i));
-    O::store8(m + i, encode_ratio<O>(O::load(x.m + i), r, m_scale, chosen));
+  TS_ALWAYS_INLINE typename O::I root(int64_t i) const {
+    return encode_root<O>(O::load(x.root + i), coding, O::bits(O::load(roundings + i)));
+  }
+  template <typename O>
+  TS_ALWAYS_INLINE typename O::I moment(int64_t i) const {
+    const typename O::I rounding =
+        ratio_rounding<O>(O::bits(O::load(roundings + i)), random, fixed);
+    return encode_ratio<O>(O::load(x.m + i), O::bits(O::load(x.ratio + i)), coding, rounding);
+  }
+  template <typename O>
+  TS_ALWAYS_INLINE void at(int64_t i) const {
+    O::store8(v + i, root<O>(i));
+    O::store8(m + i, moment<O>(i));
+  }
+  template <typename O>
+  TS_ALWAYS_INLINE void group(int64_t i) const {
+    constexpr int W = O::kWidth;
+    O::store8(v + i, root<O>(i), root<O>(i + W), root<O>(i + 2 * W), root<O>(i + 3 * W));
+    O::store8(m + i, moment<O>(i), moment<O>(i + W), moment<O>(i + 2 * W), moment<O>(i + 3 * W));
   }
 };
 
-static inline void encode_block(const Found& found, int64_t n, uint8_t* m, uint8_t* v,
-                                float* m_scale, float* v_scale, uint32_t random, uint32_t half) {
-  const uint32_t largest = largest_of(found.wide_ratio, found.one_ratio);
-  const BlockScale root = root_scale(largest_of(found.wide_root, found.one_root),
-                                     largest_of(found.wide_m, found.one_m), largest);
-  const BlockScale ratio = ratio_scale(largest, root);
-  *v_scale = root.scale;
-  *m_scale = ratio.scale;
-  Encode encode{found.x, m, v, ratio.scale, root.inverse, random, half};
-  if (root.present) for_elements(n, encode);
-  if (!root.present) memset(v, 0, static_cast<size_t>(n));
-  if (!ratio.present) memset(m, 0, static_cast<size_t>(n));
+static inline void encode_block(const Found& found, const float* rounding, int64_t n, uint8_t* m,
+                                uint8_t* v, float* m_scale, float* v_scale, uint32_t random,
+                                uint32_t fixed) {
+  const BlockScales scales = found.scales();
+  *v_scale = scales.root;
+  *m_scale = scales.ratio;
+  if (scales.some_roots)
+    for_elements<4>(n, Encode{found.x, rounding, m, v, encoding(scales), random, fixed});
+  else
+    memset(v, 0, static_cast<size_t>(n));
+  if (!scales.some_ratios) memset(m, 0, static_cast<size_t>(n));
 }
 
 template <typename O>
@@ -166,28 +184,67 @@ static inline typename O::V widen_or_load(const void* base, int64_t i, Moments m
   return O::widen_bf16(O::load16(static_cast<const uint16_t*>(base) + i));
 }
 
-// First step: the update; moments that are not packed in blocks are stored.
-template <Kind G, Kind L, Moments M>
+// Weights that were edited in their 16-bit copy.
+template <Kind L>
+struct Reconcile {
+  const BlockItem& t;
+  Scratch& x;
+  int64_t begin;
+  template <typename O>
+  TS_ALWAYS_INLINE void at(int64_t k) const {
+    O::store(x.weights + k, load_weight<O, L>(t, begin + k));
+  }
+  template <typename O>
+  TS_ALWAYS_INLINE void group(int64_t k) const {
+    at<O>(k);
+  }
+};
+
+// The 16-bit copy.
+template <Kind L>
+struct Narrow {
+  const float* from;
+  uint16_t* to;
+  template <typename O>
+  TS_ALWAYS_INLINE void at(int64_t k) const {
+    O::store16(to + k, round_low<O, L>(O::load(from + k)));
+  }
+  template <typename O>
+  TS_ALWAYS_INLINE void group(int64_t k) const {
+    O::store16(to + k, round_low<O, L>(O::load(from + k)),
+               round_low<O, L>(O::load(from + k + O::kWidth)));
+  }
+};
+
+// The moments of an updated element, or of a vector of them.
+template <typename O>
+struct Updated {
+  typename O::V m, v;
+};
+
+// First pass: the update; moments that are not packed in blocks are stored.
+template <Kind G, Moments M>
 struct Update {
   const BlockItem& t;
   Scratch& x;
   int64_t begin;
-  float m_scale, v_scale;
+  const float *weights, *rounding;  // of this block
+  Coding coding;
   Spread<Ops> wide_terms;
   Spread<ScalarOps> one_terms;
   Found found{x};
 
   template <typename O>
-  inline void at(int64_t k) {
+  TS_ALWAYS_INLINE Updated<O> update(int64_t k) {
     using V = typename O::V;
     const int64_t i = begin + k;
-    V p = load_weight<O, L>(t, i);
+    V p = O::load(weights + k);
     const V before = p;
     const V g = load_as_float<O, G>(t.grad, i);
     V m, v;
     if constexpr (M == Moments::kInt8) {
-      const V root = decode_root<O>(O::load8(static_cast<const uint8_t*>(t.v) + i), v_scale);
-      m = decode_moment<O>(O::load8(static_cast<const uint8_t*>(t.m) + i), root, m_scale);
+      const V root = decode_root<O>(O::load8(static_cast<const uint8_t*>(t.v) + i), coding);
+      m = decode_moment<O>(O::load8s(static_cast<const uint8_t*>(t.m) + i), root, coding);
       v = O::mul(root, root);
     } else {
       m = widen_or_load<O>(t.m, i, M);
@@ -195,24 +252,61 @@ struct Update {
     }
     const V root = adamw_element<O>(p, g, m, v, Choose<O>::from(wide_terms, one_terms));
     O::store(t.param + i, p);
-    if constexpr (L != Kind::kNone) O::store16(low_at<L>(t, i), round_low<O, L>(p));
     if constexpr (M == Moments::kF32) {
       O::store(static_cast<float*>(t.m) + i, m);
       O::store(static_cast<float*>(t.v) + i, v);
-    } else if constexpr (M == Moments::kBF16) {
-      const typename O::I random = O::load16(x.random + k);
-      O::store16(static_cast<uint16_t*>(t.m) + i, round_random_bf16<O>(m, random));
-      O::store16(static_cast<uint16_t*>(t.v) + i, round_random_bf16<O>(v, random));
-    } else {
-      found.template take<O>(k, m, storable_root<O>(root, kSmallestRoot));
+    } else if constexpr (M == Moments::kInt8) {
+      found.template take<O>(k, m, root, kSmallestRoot);
     }
     if (t.ema != nullptr) {
       const V e = O::load(t.ema + i);
       O::store(t.ema + i, O::fma(O::set(t.ema_weight), O::sub(p, e), e));
     }
     if (t.sums != nullptr) O::store(x.moved + k, O::sub(p, before));
+    return Updated<O>{m, v};
+  }
+
+  template <typename O>
+  TS_ALWAYS_INLINE typename O::I packed(int64_t k, typename O::V value) const {
+    return round_random_bf16<O>(value, O::bits(O::load(rounding + k)));
+  }
+
+  template <typename O>
+  TS_ALWAYS_INLINE void at(int64_t k) {
+    const Updated<O> a = update<O>(k);
+    if constexpr (M == Moments::kBF16) {
+      O::store16(static_cast<uint16_t*>(t.m) + begin + k, packed<O>(k, a.m));
+      O::store16(static_cast<uint16_t*>(t.v) + begin + k, packed<O>(k, a.v));
+    }
+  }
+
+  template <typename O>
+  TS_ALWAYS_INLINE void group(int64_t k) {
+    const int64_t j = k + O::kWidth;
+    const Updated<O> a = update<O>(k), b = update<O>(j);
+    if constexpr (M == Moments::kBF16) {
+      O::store16(static_cast<uint16_t*>(t.m) + begin + k, packed<O>(k, a.m), packed<O>(j, b.m));
+      O::store16(static_cast<uint16_t*>(t.v) + begin + k, packed<O>(k, a.v), packed<O>(j, b.v));
+    }
   }
 };
+
+// One block, the 16-bit copy apart.
+template <Kind G, Moments M>
+static void update_block(const BlockItem& t, int64_t b, int64_t n, const float* weights,
+                         Scratch& x) {
+  const int64_t first = b * kBlock;
+  constexpr bool kPacked = M == Moments::kInt8;
+  const float* rounding = x.rounding + b % 2 * kBlock;
+  const Coding coding = kPacked ? decoding(t.v_scale[b], t.m_scale[b]) : Coding{};
+  Update<G, M> update{
+      t, x, first, weights, rounding, coding, spread<Ops>(t.scalars), spread<ScalarOps>(t.scalars)};
+  for_elements<2>(n, update);
+  if constexpr (kPacked)
+    encode_block(update.found, rounding, n, static_cast<uint8_t*>(t.m) + first,
+                 static_cast<uint8_t*>(t.v) + first, t.m_scale + b, t.v_scale + b, t.m_random,
+                 t.m_fixed);
+}
 
 template <Moments M>
 struct Blocks {
@@ -221,22 +315,18 @@ struct Blocks {
   template <Kind G, Kind L>
   inline void run() const {
     Scratch x;
-    const Spread<Ops> wide = spread<Ops>(t.scalars);
-    const Spread<ScalarOps> one = spread<ScalarOps>(t.scalars);
     for (int64_t b = begin; b < end; ++b) {
       const int64_t first = b * kBlock;
       const int64_t n = t.numel - first < kBlock ? t.numel - first : kBlock;
-      constexpr bool kPacked = M == Moments::kInt8;
-      if (M != Moments::kF32) fill_random(t, b, x.random);
+      if constexpr (M != Moments::kF32)
+        if (b == begin || b % 2 == 0) draw<M>(t, b / 2, x);
       // The gradient may be the memory of the 16-bit weights.
       if (t.sums != nullptr) t.sums[b] = chunk_sum<G>(t.grad, first, first + n);
-      Update<G, L, M> update{
-          t, x, first, kPacked ? t.m_scale[b] : 0.0f, kPacked ? t.v_scale[b] : 0.0f, wide, one};
-      for_elements(n, update);
-      if constexpr (kPacked)
-        encode_block(update.found, n, static_cast<uint8_t*>(t.m) + first,
-                     static_cast<uint8_t*>(t.v) + first, t.m_scale + b, t.v_scale + b, t.m_random,
-                     t.m_half);
+      const bool edited = L != Kind::kNone && t.reconcile;
+      if (edited) for_elements<1>(n, Reconcile<L>{t, x, first});
+      update_block<G, M>(t, b, n, edited ? x.weights : t.param + first, x);
+      if constexpr (L != Kind::kNone)
+        for_elements<2>(n, Narrow<L>{t.param + first, low_at<L>(t, first)});
       if (t.sums != nullptr) {
         t.sums[t.sum_stride + b] = chunk_sum<Kind::kF32>(x.moved, 0, n);
         t.sums[2 * t.sum_stride + b] = chunk_sum<Kind::kF32>(t.param, first, first + n);
@@ -274,22 +364,30 @@ struct TakeMoments {
   int64_t begin;
   Found found{x};
   template <typename O>
-  inline void at(int64_t k) {
-    const typename O::V root = storable_root<O>(O::sqrt(O::load(t.v + begin + k)), kLoadedRoot);
-    found.template take<O>(k, O::load(t.m + begin + k), root);
+  TS_ALWAYS_INLINE void at(int64_t k) {
+    const typename O::V root = O::sqrt(O::load(t.v + begin + k));
+    found.template take<O>(k, O::load(t.m + begin + k), root, kLoadedRoot);
+  }
+  template <typename O>
+  TS_ALWAYS_INLINE void group(int64_t k) {
+    at<O>(k);
   }
 };
 
 struct GiveMoments {
   const PackItem& t;
   int64_t begin;
-  float m_scale, v_scale;
+  Coding coding;
   template <typename O>
-  inline void at(int64_t k) {
+  TS_ALWAYS_INLINE void at(int64_t k) const {
     const int64_t i = begin + k;
-    const typename O::V root = decode_root<O>(O::load8(t.v_code + i), v_scale);
-    O::store(t.m + i, decode_moment<O>(O::load8(t.m_code + i), root, m_scale));
+    const typename O::V root = decode_root<O>(O::load8(t.v_code + i), coding);
+    O::store(t.m + i, decode_moment<O>(O::load8s(t.m_code + i), root, coding));
     O::store(t.v + i, O::mul(root, root));
+  }
+  template <typename O>
+  TS_ALWAYS_INLINE void group(int64_t k) const {
+    at<O>(k);
   }
 };
 
@@ -308,18 +406,17 @@ static void for_blocks(int64_t numel, int threads, F&& body) {
 void pack_moments(const PackItem& t, int threads) {
   for_blocks(t.numel, threads, [&](int64_t b, int64_t first, int64_t n) {
     Scratch x;
-    for (uint16_t& bits : x.random) bits = kNearest;
+    for (float& bits : x.rounding) bits = bits_float(RootCode::kHalf);
     TakeMoments take{t, x, first};
-    for_elements(n, take);
-    encode_block(take.found, n, t.m_code + first, t.v_code + first, t.m_scale + b, t.v_scale + b, 0,
-                 kNearest);
+    for_elements<1>(n, take);
+    encode_block(take.found, x.rounding, n, t.m_code + first, t.v_code + first, t.m_scale + b,
+                 t.v_scale + b, 0, RatioCode::kHalf);
   });
 }
 
 void unpack_moments(const PackItem& t, int threads) {
   for_blocks(t.numel, threads, [&](int64_t b, int64_t first, int64_t n) {
-    GiveMoments give{t, first, t.m_scale[b], t.v_scale[b]};
-    for_elements(n, give);
+    for_elements<1>(n, GiveMoments{t, first, decoding(t.v_scale[b], t.m_scale[b])});
   });
 }
 

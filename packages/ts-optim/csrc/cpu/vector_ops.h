@@ -46,8 +46,7 @@ struct Avx2Ops {
     const I u = _mm256_castps_si256(x), high = _mm256_srli_epi32(u, 16);
     const I odd = _mm256_and_si256(high, _mm256_set1_epi32(1));
     const I sum = _mm256_add_epi32(u, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7FFF)));
-    const I magnitude = _mm256_and_si256(u, _mm256_set1_epi32(0x7FFFFFFF));
-    const I nan = _mm256_cmpgt_epi32(magnitude, _mm256_set1_epi32(0x7F800000));
+    const I nan = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q));
     return _mm256_blendv_epi8(_mm256_srli_epi32(sum, 16),
                               _mm256_or_si256(high, _mm256_set1_epi32(0x40)), nan);
   }
@@ -56,6 +55,10 @@ struct Avx2Ops {
   }
   static inline V pick(I a, I b, V x, V y) {
     return _mm256_blendv_ps(y, x, _mm256_castsi256_ps(_mm256_cmpeq_epi32(a, b)));
+  }
+  static inline V pick_within(V p, I a, I b, V x) {
+    const V within = _mm256_castsi256_ps(_mm256_cmpeq_epi32(_mm256_min_epu32(a, b), a));
+    return _mm256_blendv_ps(x, p, _mm256_and_ps(within, _mm256_cmp_ps(p, p, _CMP_ORD_Q)));
   }
   static inline V mul(V a, V b) { return _mm256_mul_ps(a, b); }
   static inline V sub(V a, V b) { return _mm256_sub_ps(a, b); }
@@ -68,9 +71,21 @@ struct Avx2Ops {
   static inline I load8(const uint8_t* p) {
     return _mm256_cvtepu8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
   }
+  static inline I load8s(const uint8_t* p) {
+    return _mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p)));
+  }
   static inline void store8(uint8_t* p, I x) {
     const __m128i half = narrow(x);
     _mm_storel_epi64(reinterpret_cast<__m128i*>(p), _mm_packus_epi16(half, half));
+  }
+  static inline void store8(uint8_t* p, I a, I b, I c, I d) {
+    const I bytes = _mm256_packus_epi16(_mm256_packus_epi32(a, b), _mm256_packus_epi32(c, d));
+    const I order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);
+    _mm256_storeu_si256(reinterpret_cast<I*>(p), _mm256_permutevar8x32_epi32(bytes, order));
+  }
+  static inline void store16(uint16_t* p, I a, I b) {
+    const I words = _mm256_permute4x64_epi64(_mm256_packus_epi32(a, b), 0xD8);
+    _mm256_storeu_si256(reinterpret_cast<I*>(p), words);
   }
   static inline I bits(V x) { return _mm256_castps_si256(x); }
   static inline V floats(I x) { return _mm256_castsi256_ps(x); }
@@ -90,11 +105,32 @@ struct Avx2Ops {
   static inline I shr(I a) {
     return _mm256_srli_epi32(a, N);
   }
-  static inline I where(I where, I x) {
-    return _mm256_andnot_si256(_mm256_cmpeq_epi32(where, _mm256_setzero_si256()), x);
+  template <int N>
+  static inline I sar(I a) {
+    return _mm256_srai_epi32(a, N);
   }
-  static inline V at_most_one(V a) { return _mm256_min_ps(a, _mm256_set1_ps(1.0f)); }
+  static inline I min_s(I a, I b) { return _mm256_min_epi32(a, b); }
+  using Zeros = I;
+  static inline Zeros zeros(V x) {
+    return _mm256_castps_si256(_mm256_cmp_ps(x, _mm256_setzero_ps(), _CMP_EQ_OQ));
+  }
+  static inline Zeros zeros(I x, I bits) {
+    return _mm256_cmpeq_epi32(_mm256_and_si256(x, bits), _mm256_setzero_si256());
+  }
+  static inline I keep(Zeros z, I x) { return _mm256_andnot_si256(z, x); }
+  static inline I keep(Zeros z, I x, I other) { return _mm256_blendv_epi8(x, other, z); }
+  static inline uint32_t largest_u(I x) {
+    __m128i y = _mm_max_epu32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    y = _mm_max_epu32(y, _mm_shuffle_epi32(y, 0x4E));
+    y = _mm_max_epu32(y, _mm_shuffle_epi32(y, 0xB1));
+    return static_cast<uint32_t>(_mm_cvtsi128_si32(y));
+  }
+  static inline uint32_t largest_s(I x) {
+    const I flip = seti(0x80000000u);
+    return largest_u(_mm256_xor_si256(x, flip)) ^ 0x80000000u;
+  }
   static inline V at_least(V a, V low) { return _mm256_max_ps(low, a); }
+  static inline V at_least(V a, V low, Zeros z) { return floats(keep(z, bits(at_least(a, low)))); }
   static inline I first_lanes() { return _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7); }
   // High and low halves of the products with m.
   static inline I multiply(I a, I m, I* low) {
@@ -126,8 +162,7 @@ struct Avx512Ops {
     const I u = _mm512_castps_si512(x), high = _mm512_srli_epi32(u, 16);
     const I odd = _mm512_and_si512(high, _mm512_set1_epi32(1));
     const I sum = _mm512_add_epi32(u, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7FFF)));
-    const I magnitude = _mm512_and_si512(u, _mm512_set1_epi32(0x7FFFFFFF));
-    const __mmask16 nan = _mm512_cmpgt_epi32_mask(magnitude, _mm512_set1_epi32(0x7F800000));
+    const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
     return _mm512_mask_or_epi32(_mm512_srli_epi32(sum, 16), nan, high, _mm512_set1_epi32(0x40));
   }
   static inline I round_fp16(V x) {
@@ -135,6 +170,10 @@ struct Avx512Ops {
   }
   static inline V pick(I a, I b, V x, V y) {
     return _mm512_mask_blend_ps(_mm512_cmpeq_epi32_mask(a, b), y, x);
+  }
+  static inline V pick_within(V p, I a, I b, V x) {
+    const __mmask16 number = _mm512_cmp_ps_mask(p, p, _CMP_ORD_Q);
+    return _mm512_mask_blend_ps(_mm512_mask_cmple_epu32_mask(number, a, b), x, p);
   }
   static inline V mul(V a, V b) { return _mm512_mul_ps(a, b); }
   static inline V sub(V a, V b) { return _mm512_sub_ps(a, b); }
@@ -146,8 +185,20 @@ struct Avx512Ops {
   static inline I load8(const uint8_t* p) {
     return _mm512_cvtepu8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
   }
+  static inline I load8s(const uint8_t* p) {
+    return _mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+  }
   static inline void store8(uint8_t* p, I x) {
     _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm512_cvtepi32_epi8(x));
+  }
+  static inline void store8(uint8_t* p, I a, I b, I c, I d) {
+    const I bytes = _mm512_packus_epi16(_mm512_packus_epi32(a, b), _mm512_packus_epi32(c, d));
+    const I order = _mm512_setr_epi32(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi32(order, bytes));
+  }
+  static inline void store16(uint16_t* p, I a, I b) {
+    const I order = _mm512_setr_epi64(0, 2, 4, 6, 1, 3, 5, 7);
+    _mm512_storeu_si512(p, _mm512_permutexvar_epi64(order, _mm512_packus_epi32(a, b)));
   }
   static inline I bits(V x) { return _mm512_castps_si512(x); }
   static inline V floats(I x) { return _mm512_castsi512_ps(x); }
@@ -167,11 +218,22 @@ struct Avx512Ops {
   static inline I shr(I a) {
     return _mm512_srli_epi32(a, N);
   }
-  static inline I where(I where, I x) {
-    return _mm512_maskz_mov_epi32(_mm512_test_epi32_mask(where, where), x);
+  template <int N>
+  static inline I sar(I a) {
+    return _mm512_srai_epi32(a, N);
   }
-  static inline V at_most_one(V a) { return _mm512_min_ps(a, _mm512_set1_ps(1.0f)); }
+  static inline I min_s(I a, I b) { return _mm512_min_epi32(a, b); }
+  using Zeros = __mmask16;  // the others
+  static inline Zeros zeros(V x) { return _mm512_cmp_ps_mask(x, _mm512_setzero_ps(), _CMP_NEQ_UQ); }
+  static inline Zeros zeros(I x, I bits) { return _mm512_test_epi32_mask(x, bits); }
+  static inline I keep(Zeros z, I x) { return _mm512_maskz_mov_epi32(z, x); }
+  static inline I keep(Zeros z, I x, I other) { return _mm512_mask_mov_epi32(other, z, x); }
+  static inline uint32_t largest_u(I x) { return _mm512_reduce_max_epu32(x); }
+  static inline uint32_t largest_s(I x) {
+    return static_cast<uint32_t>(_mm512_reduce_max_epi32(x));
+  }
   static inline V at_least(V a, V low) { return _mm512_max_ps(low, a); }
+  static inline V at_least(V a, V low, Zeros z) { return _mm512_maskz_max_ps(z, low, a); }
   static inline I first_lanes() {
     return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   }

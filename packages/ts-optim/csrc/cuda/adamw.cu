@@ -47,7 +47,7 @@ __device__ inline void adamw8(const AdamWItem& t, int64_t i, const Spread<Scalar
       const Words w = *reinterpret_cast<const Words*>(static_cast<uint16_t*>(t.low) + i);
       for (int k = 0; k < 8; ++k) {
         const uint32_t now = k % 2 ? w.word[k / 2] >> 16 : w.word[k / 2] & 0xFFFFu;
-        p[k] = ScalarOps::pick(now, round_low<ScalarOps, L>(p[k]), p[k], widen<ScalarOps, L>(now));
+        p[k] = reconciled<ScalarOps, L>(p[k], now);
       }
     }
   }

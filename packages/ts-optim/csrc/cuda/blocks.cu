@@ -39,11 +39,13 @@ struct Lane {
 __device__ inline void load_random(const BlockItem& t, int64_t block, int lane, Scratch& x,
                                    uint32_t* r) {
   if (lane < 16) {
-    const Philox p = philox4x32(t.seed, random_counter(block, lane), t.number);
+    const Philox p = philox4x32(t.seed, random_counter(block / 2, lane), t.number);
     for (int k = 0; k < 8; ++k) {
-      const uint32_t word = p.out[k / 2] + t.turn;
-      x.random[16 * k + lane] = static_cast<uint16_t>(word >> (16 * (k % 2)));
-      x.random[16 * k + lane + 128] = static_cast<uint16_t>((word ^ kOtherHalf) >> (16 * (k % 2)));
+      const uint32_t word = (block % 2 ? p.out[2 + k / 4] : p.out[k / 4]) + t.turn;
+      const uint32_t turned = __funnelshift_r(word, word, 8 * (k % 4));
+      const int i = 32 * (k - k % 4) + 16 * (k % 4) + lane;
+      x.random[i] = static_cast<uint16_t>(turned);
+      x.random[i + 64] = static_cast<uint16_t>(turned ^ kOtherHalf);
     }
   }
   __syncwarp();
@@ -110,35 +112,31 @@ __device__ inline double block_sum(Scratch& s, const Lane& at, int lane, int n, 
   return fold_warp(sum);
 }
 
-__device__ inline uint32_t largest_of(uint32_t x) {
-  return static_cast<uint32_t>(__reduce_max_sync(kAll, static_cast<int>(x)));
-}
-
-__device__ inline void encode(const BlockItem& t, int64_t block, const Lane& at, float* m,
-                              const float* root, const uint32_t* random) {
+__device__ inline void encode(const BlockItem& t, int64_t block, const Lane& at, const float* m,
+                              float* root, const uint32_t* random) {
   uint32_t a[kEach] = {}, b[kEach] = {}, r[kEach];
-  uint32_t most_m = kNoRatio, most_root = kNoRatio, most_ratio = kNoRatio;
+  uint32_t most_root = 0, most_ratio = kNoRatio;
   for (int k = 0; k < at.count; ++k) {
-    m[k] = storable_moment<ScalarOps>(m[k], root[k]);
-    r[k] = ratio<ScalarOps>(m[k], root[k]);
-    most_m = ScalarOps::max_s(most_m, magnitude<ScalarOps>(m[k]));
-    most_root = ScalarOps::max_s(most_root, magnitude<ScalarOps>(root[k]));
+    r[k] = storable<ScalarOps>(m[k], root[k], kSmallestRoot);
+    most_root = ScalarOps::max_u(most_root, float_bits(root[k]));
     most_ratio = ScalarOps::max_s(most_ratio, r[k]);
   }
-  most_ratio = largest_of(most_ratio);
-  const BlockScale v_scale = root_scale(largest_of(most_root), largest_of(most_m), most_ratio);
-  const BlockScale m_scale = ratio_scale(most_ratio, v_scale);
+  most_root = __reduce_max_sync(kAll, most_root);
+  most_ratio = static_cast<uint32_t>(__reduce_max_sync(kAll, static_cast<int>(most_ratio)));
+  const BlockScales scales = block_scales(most_root, most_ratio);
+  const Coding coding = encoding(scales);
   for (int k = 0; k < at.count; ++k) {
-    if (v_scale.present) b[k] = encode_root<ScalarOps>(root[k], v_scale.inverse, random[k]);
-    if (m_scale.present)
-      a[k] =
-          encode_ratio<ScalarOps>(m[k], r[k], m_scale.scale, (random[k] & t.m_random) | t.m_half);
+    const uint32_t rounding = root_rounding<ScalarOps>(random[k]);
+    if (scales.some_roots) b[k] = encode_root<ScalarOps>(root[k], coding, rounding);
+    if (scales.some_ratios)
+      a[k] = encode_ratio<ScalarOps>(m[k], r[k], coding,
+                                     ratio_rounding<ScalarOps>(rounding, t.m_random, t.m_fixed));
   }
   put_codes(t.m, at, a);
   put_codes(t.v, at, b);
   if (threadIdx.x % kLanes == 0) {
-    t.v_scale[block] = v_scale.scale;
-    t.m_scale[block] = m_scale.scale;
+    t.v_scale[block] = scales.root;
+    t.m_scale[block] = scales.ratio;
   }
 }
 
@@ -155,10 +153,11 @@ __device__ inline void load_moments(const BlockItem& t, int64_t block, const Lan
     uint32_t a[kEach], b[kEach];
     take_codes(t.m, at, a);
     take_codes(t.v, at, b);
-    const float m_scale = t.m_scale[block], v_scale = t.v_scale[block];
+    const Coding coding = decoding(t.v_scale[block], t.m_scale[block]);
     for (int k = 0; k < at.count; ++k) {
-      const float root = decode_root<ScalarOps>(b[k], v_scale);
-      m[k] = decode_moment<ScalarOps>(a[k], root, m_scale);
+      const float root = decode_root<ScalarOps>(b[k], coding);
+      const auto code = static_cast<uint32_t>(static_cast<int8_t>(a[k]));
+      m[k] = decode_moment<ScalarOps>(code, root, coding);
       v[k] = ScalarOps::mul(root, root);
     }
   }
@@ -225,7 +224,7 @@ struct WarpBlock {
     for (int k = 0; k < at.count; ++k) {
       before[k] = p[k];
       const float root = adamw_element<ScalarOps>(p[k], g[k], m[k], v[k], s);
-      if constexpr (M == Moments::kInt8) v[k] = storable_root<ScalarOps>(root, kSmallestRoot);
+      if constexpr (M == Moments::kInt8) v[k] = root;
     }
     put(t.param, at, p);
     if constexpr (L != Kind::kNone) {

@@ -14,9 +14,11 @@ BLOCK = 256
 
 _NEAREST = 0x8000
 _ONE = 127 << 23
-# The two parts of a small float: bits of mantissa, exponent and code of their upper end.
-_ROOT = ((5, 0, 255), (4, -4, 127))
-_RATIO = ((5, 0, 127), (3, -3, 31))
+# A code with its fraction has 18 bits behind the point, and a code is 2^18 of the bits of a float.
+_POINT = 18
+# The code of the largest value, the code below which they are wider, and by what power of two.
+_ROOT = (255, 128, 1)
+_RATIO = (127, 31, 2)
 
 
 def adamw_(
@@ -85,10 +87,11 @@ def _fma(a: torch.Tensor, b: torch.Tensor, c: torch.Tensor) -> torch.Tensor:
 def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
     """Return the 16 random bits of each element of a tensor in one step.
 
-    Philox4x32-10 with the key `seed`. Its counter holds element / 256 * 16 + element % 16 in the low, and the
-    number of the tensor in the high half. To each of the 4 words step * 0x9E379E37 is added: both halves go
-    round by the golden ratio. Of the 8 values of 16 bits, element / 16 % 8 picks one; the top bit is flipped
-    in the second half of a block of 256. They are uniform in every step, and spread evenly over the steps.
+    Philox4x32-10 with the key `seed`. Its counter holds element / 512 * 16 + element % 16 in the low, and the
+    number of the tensor in the high half. To each of the 4 words step * 0x61616161 is added: near the golden
+    section in every byte. With k = element / 16 % 32, an element takes the low 16 bits of word k / 8,
+    turned right by k % 4 bytes, with the top bit flipped where k % 8 is 4 or more. They are uniform in every
+    step, and spread evenly over the steps.
 
     Args:
         seed: 64 bits.
@@ -102,7 +105,7 @@ def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
     Source: Salmon et al., Parallel random numbers: as easy as 1, 2, 3 (SC 2011).
     """
     i = torch.arange(numel)
-    counter = i // BLOCK * 16 + i % 16
+    counter = i // (2 * BLOCK) * 16 + i % 16
     mask = 0xFFFFFFFF
     c = [counter & mask, counter >> 32, torch.full_like(i, number & mask), torch.full_like(i, number >> 32)]
     k0, k1 = seed & mask, seed >> 32 & mask
@@ -117,9 +120,11 @@ def random16(seed: int, step: int, number: int, numel: int) -> torch.Tensor:
         high1, low1 = multiply(c[2], 0xCD9E8D57)
         c = [high1 ^ c[1] ^ k0, low1, high0 ^ c[3] ^ k1, low0]
         k0, k1 = (k0 + 0x9E3779B9) & mask, (k1 + 0xBB67AE85) & mask
-    c = [(word + step * 0x9E379E37) & mask for word in c]
-    words = torch.stack([w for word in c for w in (word & 0xFFFF, word >> 16)])
-    return words.gather(0, (i // 16 % 8)[None])[0] ^ (i // 128 % 2 * 0x8000)
+    words = torch.stack([(word + step * 0x61616161) & mask for word in c])
+    k = i // 16 % 32
+    word = words.gather(0, (k // 8)[None])[0]
+    turn = k % 4 * 8
+    return ((word >> turn | word << 32 - turn) & 0xFFFF) ^ (k % 8 // 4 * 0x8000)
 
 
 def round_bf16(x: torch.Tensor, random: torch.Tensor) -> torch.Tensor:
@@ -150,16 +155,22 @@ def _float(bits: torch.Tensor) -> torch.Tensor:
     return bits.int().view(torch.float32)
 
 
-def _encode(bits: torch.Tensor, parts: tuple[tuple[int, int, int], ...], least: int) -> torch.Tensor:
-    """Return codes of floats in [0, 1] with 16 bits behind the point, at least `least`."""
-    codes = [((bits - (127 + e << 23)) >> 7 - mantissa) + (code << 16) for mantissa, e, code in parts]
-    return torch.stack(codes).amax(0).clamp(min=least << 16)
+def _encode(
+    below: torch.Tensor, form: tuple[int, int, int], chance: torch.Tensor, least: int
+) -> torch.Tensor:
+    """Round to codes, at least `least`; `below` is the bits of floats less those of the largest."""
+    top, bend, wide = form
+    x = below + (top - bend << _POINT)
+    return (torch.maximum(x, x >> wide) + (bend << _POINT) + (chance << _POINT - 16) >> _POINT).clamp(
+        min=least
+    )
 
 
-def _decode(codes: torch.Tensor, parts: tuple[tuple[int, int, int], ...]) -> torch.Tensor:
-    """Return the bits of the floats that codes stand for; not for code 0."""
-    bits = [(codes - code << 23 - mantissa) + (127 + e << 23) for mantissa, e, code in parts]
-    return torch.stack(bits).amin(0)
+def _decode(codes: torch.Tensor, form: tuple[int, int, int]) -> torch.Tensor:
+    """Return the bits of the floats that codes stand for, less those of the largest; not for code 0."""
+    top, bend, wide = form
+    x = codes - bend << _POINT
+    return torch.minimum(x, x << wide) - (top - bend << _POINT)
 
 
 def encode_int8(
@@ -174,10 +185,10 @@ def encode_int8(
         s = max(root, 2^-62) if root > 0;  v_scale = max(s);  v_code = round(s / v_scale), never 0 for s > 0
         r = |m| / s;  m_scale = max(r);  m_code = sign(m), round(r / m_scale)
 
-    in blocks of 256 elements. Divisions by s and m_scale are differences of the bits of floats, which is
-    about the same and undone exactly. A code of s has 32 values an octave down to 2^-4 and 16 down to 2^-12,
-    one of r has 32 down to 2^-3 and 8 down to 2^-7; both hold 0 and 1. In a block with NaN or infinity all v
-    become NaN.
+    in blocks of 256 elements. Divisions are differences of the bits of floats, which is about the same and
+    undone exactly. A code of s has 32 values an octave for 4 octaves below v_scale and 16 for 8 more, a code of
+    r has 32 for 3 and 8 for 4 more; both hold 0 and the largest. In a block with NaN or infinity, or where r
+    reaches 2^64, all v become NaN.
 
     Args:
         exp_avg: m, float32, flat.
@@ -197,18 +208,16 @@ def encode_int8(
     pad = (0, -n % BLOCK)
     m, s, chance = (torch.nn.functional.pad(t, pad).view(-1, BLOCK) for t in (exp_avg, root, random))
     s = torch.where(s == 0, 0.0, s.clamp(min=smallest))
-    m = torch.where(s == 0, 0.0, m)
-    r = _bits(m.abs()) - _bits(s).clamp(min=0x20000000)
+    r = torch.where(s == 0, -0x60000000, _bits(m.abs()) - _bits(s))
     most = r.amax(1)
-    good = s.isfinite().all(1) & m.isfinite().all(1) & (most < 128 << 23)
+    good = s.isfinite().all(1) & (m.isfinite() | (s == 0)).all(1) & (most < 64 << 23)
     v_scale = torch.where(good, s.amax(1), math.nan)
-    up = _float(_bits(1.0 / v_scale) + 1)  # so that the largest is never below 1
-    v_code = _encode(_bits((s * up[:, None]).clamp(max=1.0)), _ROOT, 1) + chance >> 16
+    v_code = _encode(_bits(s) - _bits(v_scale)[:, None], _ROOT, chance, 1)
     v_code = torch.where((s > 0) & (v_scale > 0)[:, None], v_code, 0)
     some = (v_scale > 0) & (most >= -40 << 23)
     m_scale = torch.where(some, _float(torch.where(some, most + _ONE, 0)), torch.where(good, 0.0, math.nan))
     chance = torch.full_like(chance, _NEAREST) if nearest else chance
-    size = _encode((r - most[:, None] + _ONE).clamp(min=0), _RATIO, 0) + chance >> 16
+    size = _encode(r - most[:, None], _RATIO, chance, 0)
     m_code = torch.where(some[:, None], size + 128 * m.signbit(), 0)
     return m_code.byte().view(-1)[:n], v_code.byte().view(-1)[:n], m_scale, v_scale
 
@@ -229,9 +238,10 @@ def decode_int8(
     """
     n = v_code.numel()
     scales = [t.repeat_interleave(BLOCK)[:n] for t in (m_scale, v_scale)]
-    root = torch.where(v_code > 0, _float(_decode(v_code.long(), _ROOT)), 0.0) * scales[1]
+    bits = _decode(v_code.long(), _ROOT) + _bits(scales[1])
+    root = torch.where(v_code > 0, _float(bits), scales[1].where(scales[1].isnan(), 0.0))
     code = m_code.long() & 127
-    size = torch.where(code > 0, _decode(code, _RATIO) + _bits(scales[0]) + _bits(root) - 2 * _ONE, 0)
+    size = torch.where(code > 0, _decode(code, _RATIO) + _bits(scales[0]) + _bits(root) - _ONE, 0)
     size = _float(size)
     return torch.where(m_code > 127, -size, size), root * root
 

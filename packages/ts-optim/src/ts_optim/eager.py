@@ -137,7 +137,7 @@ class EagerUpdates(Stepping):
                     side = _CUDA.Stream(device)
                     side.wait_event(ready)
                     stack.enter_context(torch.cuda.stream(side))
-                leaving, up = update_arrivals(arrivals, lambda batch: call_kernel(batch, terms))
+                leaving, up = update_arrivals(arrivals, self._maker, lambda batch: call_kernel(batch, terms))
                 settle(leaving)
             return up
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ts_core.errors import ArgumentTypeError, OptionError
 from ts_core.options import boolean
 from ts_core.trace import span
 
+from .auto import ModeChoice, step_seconds
 from .checkpoint import checked_groups, checked_states
 from .deferred import PendingUpdates, Update, await_others
 from .eager import EagerUpdates
@@ -110,8 +112,10 @@ class OffloadAdamW(EagerUpdates):
         weight_decay: Decoupled decay.
         mode: Where state in host memory is updated, for CUDA parameters: "cpu", by host threads; "gpu", by a
             CUDA kernel over the link, where that memory is page-locked (else as "cpu"; not with int8
-            moments). CPU parameters are always updated by host threads. "auto" is "cpu". The bits are the
-            same.
+            moments). CPU parameters are always updated by host threads. "auto": what is faster, measured once
+            in the process with a sample of some tens of MB, by device and format of moments; "cpu" without a
+            GPU, with int8 moments, or where page-locking is refused; `stats()` says which, and why. The bits
+            are the same.
         max_grad_norm: Clip by the global 2-norm of all gradients inside `step()`, computed in float64 in a
             fixed order. None: no clipping.
         accumulation_steps: Backward passes accepted between steps: the next one raises `StateError`.
@@ -210,12 +214,13 @@ class OffloadAdamW(EagerUpdates):
 
     def _start(self) -> None:
         """Set up everything that is neither options nor state."""
+        self._choice = ModeChoice(self._options, partial(step_seconds, OffloadAdamW))
         self._maker = StateMaker(
             self._options.place,
             self._options.pin_moments,
             MOMENT_DTYPES[self._options.moments],
             ema=self._options.ema is not None,
-            in_place=self._options.mode == "gpu",
+            in_place=self._choice.in_place,
         )
         self._slots: dict[torch.Tensor, Slot] = {}
         self._names: dict[torch.Tensor, str] = {}

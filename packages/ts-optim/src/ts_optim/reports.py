@@ -11,6 +11,7 @@ import torch
 
 from ts_core.errors import StateError
 
+from .auto import ModeChoice
 from .deferred import PendingUpdates
 from .kernel import Clock, Measures
 from .moments import unpack
@@ -42,6 +43,7 @@ class Reports(torch.optim.Optimizer):
     _maker: StateMaker
     _slots: dict[torch.Tensor, Slot]
     _pending: PendingUpdates
+    _choice: ModeChoice
     _clock: Clock
     _moved: dict[str, int]
     _norm: float | None
@@ -98,6 +100,7 @@ class Reports(torch.optim.Optimizer):
             ones of them and of the buffers), staging_bytes, d2h_bytes and h2d_bytes (copied so far), steps,
             skipped_steps, kernel_s and norm_s (time in host kernels; launches on a device), wait_s (time that
             users of parameters and state waited for pending updates, those they ran themselves included),
+            mode ("cpu" or "gpu": who updates host state of CUDA parameters) and mode_reason,
             nonfinite (index and name of the first parameter with a non-finite gradient in the last step, or
             None), first_nonfinite (number of the first step with one, skipped steps counted, and the name).
         """
@@ -115,7 +118,8 @@ class Reports(torch.optim.Optimizer):
                 disk += nbytes
             else:
                 host += nbytes
-        staging = [s.staging for s in self._slots.values() if s.staging is not None]
+        buffers = [t for s in self._slots.values() for t in (s.staging, s.leaving)]
+        staging = [t for t in buffers if t is not None]
         pinned = [t for t in (*held, *staging) if not t.is_cuda and t.is_pinned()]
         return {
             "host_state_bytes": host,
@@ -123,6 +127,8 @@ class Reports(torch.optim.Optimizer):
             "disk_state_bytes": disk,
             "pinned_bytes": sum(t.numel() * t.element_size() for t in pinned),
             "staging_bytes": sum(t.numel() * t.element_size() for t in staging),
+            "mode": self._choice.mode,
+            "mode_reason": self._choice.reason,
             "nonfinite": self._nonfinite,
             "first_nonfinite": self._first_nonfinite,
             **self._moved,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -90,6 +90,7 @@ class Slot:
         in_place: The parameter is on a device, and kernels there reach its state in host memory.
         state: The entry of `optimizer.state` that the views belong to.
         staging: Host buffer of the gradient (flat), for staged ones; made at the first step.
+        leaving: Host buffer of updated 16-bit weights, where gradients are wider.
         version: Version counter of the parameter after our last write, for staged ones.
     """
 
@@ -108,6 +109,7 @@ class Slot:
     ema: torch.Tensor | None = None
     in_place: bool = False
     staging: torch.Tensor | None = None
+    leaving: torch.Tensor | None = None
     version: int = -1
 
     @property
@@ -174,7 +176,7 @@ class StateMaker:
         moments: torch.dtype = torch.float32,
         *,
         ema: bool = False,
-        in_place: bool = False,
+        in_place: Callable[[torch.Tensor], bool] = lambda param: False,
     ) -> None:
         """Remember the policy.
 
@@ -183,7 +185,7 @@ class StateMaker:
             pin: Page-lock host state: None does so for CUDA parameters.
             moments: float32, bfloat16, or uint8 for packed ones.
             ema: Keep a moving average of the weights.
-            in_place: Device kernels work on page-locked host state.
+            in_place: Whether device kernels work on the page-locked host state of a parameter.
         """
         self._moments = moments
         self._ema = ema
@@ -403,7 +405,7 @@ class StateMaker:
             )
         place = self.place_of(param)
         remote = is_remote(param) and place == "host"
-        in_place = remote and self._in_place and dense and all(map(is_reachable, _tensors(state)))
+        in_place = remote and dense and all(map(is_reachable, _tensors(state))) and self._in_place(param)
         staged = remote and not in_place
         master = None
         if "master" in state:
@@ -434,11 +436,23 @@ class StateMaker:
     def staging(self, slot: Slot, grad: torch.Tensor) -> torch.Tensor:
         """Return the slot's host buffer for a gradient like `grad` (flat), making it once."""
         if slot.staging is None or slot.staging.dtype is not grad.dtype:
-            pinned = self._pin is not False and is_remote(slot.param) and grad.numel() > 0
-            nbytes = grad.numel() * grad.element_size()
-            raw = host_allocator().empty(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
-            slot.staging = raw.view(grad.dtype)
+            slot.staging = self._buffer(slot, grad.numel(), grad.dtype)
         return slot.staging
+
+    def leaving(self, slot: Slot, gradient: torch.Tensor) -> torch.Tensor:
+        """Return a buffer for the slot's updated 16-bit weights: its gradient's, where that is as wide."""
+        dtype = slot.param.dtype
+        if gradient.dtype is dtype:
+            return gradient
+        if slot.leaving is None or slot.leaving.dtype is not dtype:
+            slot.leaving = self._buffer(slot, gradient.numel(), dtype)
+        return slot.leaving
+
+    def _buffer(self, slot: Slot, numel: int, dtype: torch.dtype) -> torch.Tensor:
+        pinned = self._pin is not False and is_remote(slot.param) and numel > 0
+        nbytes = numel * dtype.itemsize
+        raw = host_allocator().empty(nbytes) if pinned else torch.empty(nbytes, dtype=torch.uint8)
+        return raw.view(dtype)
 
 
 def flat_gradient(slot: Slot, grad: torch.Tensor) -> torch.Tensor:

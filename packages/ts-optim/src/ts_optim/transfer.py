@@ -122,10 +122,17 @@ def depart(works: Sequence[Work], maker: StateMaker) -> tuple[list[Arrival], int
     return arrivals, down
 
 
-def update_arrivals(arrivals: Sequence[Arrival], update: Callable[[Batch], None]) -> tuple[Leaving, int]:
+def update_arrivals(
+    arrivals: Sequence[Arrival], maker: StateMaker, update: Callable[[Batch], None]
+) -> tuple[Leaving, int]:
     """Update each batch when it has arrived, and start its weights back while the next one is updated.
 
-    A 16-bit weight is written over its gradient in the same buffer.
+    A 16-bit weight is written over its gradient in the same buffer, if that is a 16-bit one too.
+
+    Args:
+        arrivals: What `depart` returned.
+        maker: Makes the buffers.
+        update: Runs the host kernel.
 
     Returns:
         The copies under way, and their bytes.
@@ -137,10 +144,8 @@ def update_arrivals(arrivals: Sequence[Arrival], update: Callable[[Batch], None]
         for work, buffer, ticket in zip(arrival.works, arrival.buffers, arrival.tickets, strict=True):
             _refresh_master(work.slot)
             ticket.wait()
-            # fp32 gradients of 16-bit weights leave no room for the weights in their place.
-            same = work.slot.param.dtype is buffer.dtype
-            low = buffer if same else torch.empty(buffer.shape, dtype=work.slot.param.dtype)
-            batch.add(work, _master(work.slot), buffer, low if work.slot.low else None)
+            low = maker.leaving(work.slot, buffer) if work.slot.low else None
+            batch.add(work, _master(work.slot), buffer, low)
         update(batch)
         for i, work in enumerate(arrival.works):
             ticket, nbytes = _copy_back(work.slot, batch.lows[i] if batch.lows else batch.params[i])
@@ -170,6 +175,6 @@ def staged_step(works: Sequence[Work], maker: StateMaker, update: Callable[[Batc
         Bytes copied device to host, and host to device.
     """
     arrivals, down = depart(works, maker)
-    leaving, up = update_arrivals(arrivals, update)
+    leaving, up = update_arrivals(arrivals, maker, update)
     settle(leaving)
     return down, up

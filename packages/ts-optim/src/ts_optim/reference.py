@@ -186,8 +186,8 @@ def encode_int8(
         r = |m| / s;  m_scale = max(r);  m_code = sign(m), round(r / m_scale)
 
     in blocks of 256 elements. Divisions are differences of the bits of floats, which is about the same and
-    undone exactly. A code of s has 32 values an octave for 4 octaves below v_scale and 16 for 8 more,
-    one of r has 32 for 3 and 8 for 4 more; both hold 0 and the largest. In a block with NaN or infinity, or where r
+    undone exactly. A code of s has 32 values an octave for 4 octaves below v_scale and 16 for 8 more; one of
+    r has 32 for 3 and 8 for 4 more. Both hold 0 and the largest. In a block with NaN or infinity, or where r
     reaches 2^64, all v become NaN.
 
     Args:

@@ -23,6 +23,8 @@ from ts_core import registry
 from ts_core.guard import guard_of
 from ts_core.registry import CopyTicket
 
+from .disk import DiskTicket
+from .files import locate
 from .layout import is_dense
 
 __all__ = ["GradientSink", "HostMemory", "PlainMemory"]
@@ -62,8 +64,9 @@ class _Part(NamedTuple):
     """A contribution: its host buffer, the copy under way, its sum of squares and the stream of that."""
 
     host: Tensor
-    ticket: CopyTicket | None
+    ticket: CopyTicket | DiskTicket | None
     squares: tuple[Tensor, Any] | None
+    from_device: bool
 
 
 _Parts = dict[int, tuple[nn.Parameter, list[_Part]]]
@@ -140,24 +143,29 @@ class GradientSink:
         parts = under_way.parts.setdefault(id(parameter), (parameter, []))[1]
         with torch._C.DisableTorchFunctionSubclass():
             host = self._buffer(parameter)
-            ticket = None
+            ticket: CopyTicket | DiskTicket | None = None
             flat = host.as_strided((host.numel(),), (1,))
-            if not grad.is_cuda:
+            place = None if grad.is_cuda else locate(host)
+            if not grad.is_cuda and place is None:
                 host.copy_(grad)
                 source = flat
             else:
-                if grad.stride() != host.stride():
+                if grad.stride() != host.stride() or grad.dtype is not host.dtype:
                     grad = torch.empty_strided(
                         host.size(), host.stride(), dtype=host.dtype, device=grad.device
                     ).copy_(grad)
                 source = grad.as_strided((grad.numel(),), (1,))
-                ticket = registry.copy_engine().d2h(flat, source)
-                self.d2h_bytes += host.nbytes
+                if place is not None:
+                    ticket = place[0].write_async(flat, source)
+                else:
+                    ticket = registry.copy_engine().d2h(flat, source)
+                    self.d2h_bytes += host.nbytes
             # After the copy has been asked for, so that it need not wait for this. Only a gradient that may
             # land as it is: neither a second contribution nor one that is added to what is there.
             alone = not parts and parameter.grad is None
-            part = _Part(host, ticket, self._measure(parameter, source) if alone else None)
-        raced = first and any(other.ticket is not None for other in parts)
+            squares = self._measure(parameter, source) if alone else None
+            part = _Part(host, ticket, squares, grad.is_cuda)
+        raced = first and any(other.from_device for other in parts)
         parts.insert(0 if raced else len(parts), part)
 
     def _measure(self, parameter: nn.Parameter, flat: Tensor) -> tuple[Tensor, Any] | None:

@@ -43,6 +43,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import dataclasses
 import gzip
 import json
@@ -52,6 +53,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from importlib import metadata
 from pathlib import Path
@@ -84,7 +86,7 @@ VERSIONS = (
 def scenario_of(args: argparse.Namespace) -> tuple[str, str, int, int, float]:
     """Shape, kind, batch, tokens and cap, what the command line says going first."""
     shape, kind, batch, tokens, cap = SCENARIOS[args.scenario]
-    return shape, kind, args.batch or batch, args.tokens or tokens, args.cap_gb or cap
+    return args.shape or shape, kind, args.batch or batch, args.tokens or tokens, args.cap_gb or cap
 
 
 def setting_of(args: argparse.Namespace, engine: str, *, bare: bool = False) -> engines.Setting:
@@ -115,6 +117,25 @@ def be_deterministic() -> None:
 
     torch.use_deterministic_algorithms(True)
     torch.utils.deterministic.fill_uninitialized_memory = False
+
+
+def give_up(args: argparse.Namespace) -> None:
+    """End this process before the machine runs out of RAM, and say so in place of a result."""
+    import torch
+
+    from ts_core.usage import host_usage
+
+    cuda = torch.cuda.is_available() and hasattr(torch.cuda, "host_memory_stats")
+    while True:
+        used = host_usage().used_bytes
+        if cuda and torch.cuda.is_initialized():
+            # What torch page-locks may not count as the process's own memory.
+            used = max(used, torch.cuda.host_memory_stats().get("allocated_bytes.current", 0))
+        if used > args.ram_gb * 2**30:
+            line = {"engine": args.worker, "error": f"given up at {used / 2**30:.1f} GiB of RAM"}
+            print("\nRESULT " + json.dumps(line), flush=True)
+            os._exit(1)
+        time.sleep(0.05)
 
 
 def cap_memory(args: argparse.Namespace, setting: engines.Setting) -> float:
@@ -191,6 +212,8 @@ def worker(args: argparse.Namespace) -> dict:
 
     setting = setting_of(args, args.worker)
     cuda = setting.device == "cuda"
+    if args.ram_gb:
+        threading.Thread(target=give_up, args=(args,), daemon=True).start()
     if args.equality:
         be_deterministic()
     if engines.is_ours(args.worker):
@@ -199,8 +222,10 @@ def worker(args: argparse.Namespace) -> dict:
     started = time.perf_counter()
     engine = engines.make(setting)
     load_s = time.perf_counter() - started
-    link = measure.link_rate() if cuda and moves(engine) else 0.0
-    cap = 0.0
+    link = cap = 0.0
+    if cuda and moves(engine):
+        with contextlib.suppress(torch.OutOfMemoryError):  # a tight budget; the rate is left out
+            link = measure.link_rate()
     if cuda:
         torch.cuda.empty_cache()
         cap = cap_memory(args, setting)
@@ -486,6 +511,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--scenario", choices=sorted(SCENARIOS), default="lora7b")
     made.add_argument("--engines", default="trainstream-nf4,bnb,stock", help=f"of {names}")
     made.add_argument("--steps", type=int, default=10, help=f"timed steps, after {WARMUP} and more to settle")
+    made.add_argument("--shape", choices=list(engines.SHAPES), help="of the model (default: the scenario's)")
     made.add_argument("--tokens", type=int, help="tokens of a row (default: the scenario's)")
     made.add_argument("--batch", type=int, help="rows of a step (default: the scenario's)")
     made.add_argument("--repeat", type=int, default=1, help="runs of each engine, taken in turn")
@@ -496,6 +522,7 @@ def parser() -> argparse.ArgumentParser:
     )
     made.add_argument("--clip", type=float, help="largest norm of the gradients")
     made.add_argument("--cap-gb", type=float, default=0.0, help="GiB that PyTorch may take on the GPU")
+    made.add_argument("--ram-gb", type=float, default=0.0, help="GiB of RAM at which a run is given up")
     made.add_argument("--vram-budget", metavar="SIZE", help="wrap(vram_budget=SIZE) for engines that stream")
     made.add_argument("--no-parts", action="store_true", help="do not measure the parts of the bound")
     made.add_argument("--equality", action="store_true", help="deterministic; compare losses and weights")

@@ -8,8 +8,8 @@ writes. A step is a span `bench/step` (or `ProfilerStep#...`) and lasts until th
 
 - compute: kernels and copies within the GPU; of a run without a GPU, the operators;
 - h2d, d2h: copies to and from the GPU, with their bytes and GB/s while they ran;
-- optimizer: spans `ts/optim/update` and `ts/optim/step` of all threads (`ts_core.trace.SpanRecorder` puts
-  those of host threads into the trace); where there are none, the phase `bench/optimizer`;
+- optimizer: spans `ts/optim/...` of all threads (`ts_core.trace.SpanRecorder` puts those of host threads into
+  the trace); where there are none, the phase `bench/optimizer`;
 - forward, backward: from the first to the last kernel that was launched in that phase, so that they are what
   the GPU does, not what Python does ahead of it; without kernels, the phase itself.
 
@@ -47,7 +47,7 @@ __all__ = [
 ]
 
 Interval = tuple[int, int]
-OPTIMIZER = ("ts/optim/update", "ts/optim/step")
+OPTIMIZER = "ts/optim/"
 GAPS = 8  # longest idle stretches that are listed
 SHORT_NS = 20_000  # idle stretches below this are launches
 
@@ -177,7 +177,7 @@ def lanes_of(trace: dict[str, Any]) -> Lanes:
         lanes["compute"] += [span(e) for e in by_kind.get("cpu_op", ()) if not e["name"].startswith("bench/")]
     runtime = [*by_kind.get("cuda_runtime", ()), *by_kind.get("cuda_driver", ())]
     waits = [span(e) for e in runtime if "Synchronize" in e["name"] and (e.get("pid"), e.get("tid")) in main]
-    ours = [e for e in by_kind.get("ts_span", named) if e["name"] in OPTIMIZER]
+    ours = [e for e in by_kind.get("ts_span", named) if str(e["name"]).startswith(OPTIMIZER)]
     windows = _windows(sorted(map(span, steps)), [span(e) for e in events])
     starts = {e.get("args", {}).get("correlation"): span(e)[0] for e in runtime}
     work = [(starts.get(e.get("args", {}).get("correlation")), span(e)) for e in kernels]

@@ -443,7 +443,7 @@ def draw(trace: dict[str, Any], *, width: int = 1800, title: str = "Timeline") -
 def read(path: Path) -> dict[str, Any]:
     """Parse a trace, compressed or not."""
     data = path.read_bytes()
-    return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data)
+    return json.loads(gzip.decompress(data) if data[:2] == b"\x1f\x8b" else data, strict=False)
 
 
 def main() -> int:

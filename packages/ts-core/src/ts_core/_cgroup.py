@@ -1,14 +1,16 @@
-"""Reader of the memory limits that Linux control groups (v1, v2 and both at once) put on this process.
+"""Reader of the memory and CPU limits that Linux control groups (v1, v2, both at once) put on this process.
 
-Facts used, from the kernel's Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst:
+Facts used, from the kernel's Documentation/admin-guide/cgroup-v2.rst, cgroup-v1/memory.rst and
+scheduler/sched-bwc.rst:
 
 * `/proc/self/cgroup` has a line `hierarchy:controllers:path` each; v2 is `0::path`; a path may hold colons.
 * In a container the path may be the host's, which its mount does not show: then the root of the mount is the
   container's own group. `mountinfo` tells which part of the path the mount begins at.
 * No limit is "max" in v2 and the largest multiple of the page size below 2**63 in v1.
 * A limit binds all descendants, so each visible ancestor counts; file cache counts as used, and its inactive
-part
-  is dropped before anything is killed.
+  part is dropped before anything is killed.
+* A group may run quota / period cores on average: `cpu.max` holds both in v2, "max" is no quota; v1 has a
+  file for each, -1 is no quota.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
-__all__ = ["CgroupLimit", "cgroup_limit", "read_text"]
+__all__ = ["CgroupLimit", "cgroup_limit", "cpu_quota", "read_text"]
 
 # Larger "limits" are v1's way to say none: 2**63 less one page, of 4 to 64 KiB.
 _NONE = 2**60
@@ -68,8 +70,8 @@ def _number(text: str | None) -> int | None:
     return int(text) if text.isascii() and text.isdigit() and len(text) <= 20 else None
 
 
-def _groups(root: Path) -> tuple[str, str]:
-    """Return this process's path in the v1 memory hierarchy and in the v2 one; "/" where unknown."""
+def _groups(root: Path, controller: str) -> tuple[str, str]:
+    """Return this process's path in the v1 hierarchy of a controller and in the v2 one; "/" where unknown."""
     v1 = v2 = "/"
     for line in (read_text(root / "proc/self/cgroup") or "").splitlines():
         fields = line.split(":", 2)
@@ -77,7 +79,7 @@ def _groups(root: Path) -> tuple[str, str]:
             continue
         if fields[1] == "" and fields[0] == "0":
             v2 = fields[2]
-        elif "memory" in fields[1].split(","):
+        elif controller in fields[1].split(","):
             v1 = fields[2]
     return v1, v2
 
@@ -87,8 +89,8 @@ def _unescape(text: str) -> str:
     return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match.group(1), 8)), text)
 
 
-def _mounts(root: Path) -> Iterator[tuple[_Files, str, str]]:
-    """Yield (interface, mount point, path the mount begins at) of each memory hierarchy."""
+def _mounts(root: Path, controller: str) -> Iterator[tuple[bool, str, str]]:
+    """Yield (whether v2, mount point, path the mount begins at) of each hierarchy of a controller."""
     for line in (read_text(root / "proc/self/mountinfo") or "").splitlines():
         left, _, right = line.partition(" - ")
         before, after = left.split(" "), right.split(" ")
@@ -96,13 +98,13 @@ def _mounts(root: Path) -> Iterator[tuple[_Files, str, str]]:
             continue
         start, point = _unescape(before[3]), _unescape(before[4])
         if after[0] == "cgroup2":
-            yield _V2, point, start
-        elif after[0] == "cgroup" and "memory" in after[2].split(","):
-            yield _V1, point, start
+            yield True, point, start
+        elif after[0] == "cgroup" and controller in after[2].split(","):
+            yield False, point, start
     # The usual places, for a mountinfo that cannot be read.
-    yield _V2, "/sys/fs/cgroup", "/"
-    yield _V2, "/sys/fs/cgroup/unified", "/"
-    yield _V1, "/sys/fs/cgroup/memory", "/"
+    yield True, "/sys/fs/cgroup", "/"
+    yield True, "/sys/fs/cgroup/unified", "/"
+    yield False, f"/sys/fs/cgroup/{controller}", "/"
 
 
 def _is_dir(path: Path) -> bool:
@@ -121,6 +123,14 @@ def _chain(mount: Path, start: str, group: str) -> list[Path]:
     if ".." in parts or not _is_dir(mount.joinpath(*parts)):
         parts = []
     return [mount.joinpath(*parts[:depth]) for depth in range(len(parts), -1, -1)]
+
+
+def _directories(base: Path, controller: str) -> Iterator[tuple[bool, Path]]:
+    """Yield (whether v2, directory) of this process's groups and their visible ancestors."""
+    v1, v2 = _groups(base, controller)
+    for is_v2, point, start in _mounts(base, controller):
+        for directory in _chain(base / point.lstrip("/"), start, v2 if is_v2 else v1):
+            yield is_v2, directory
 
 
 def _limit_of(directory: Path, files: _Files) -> tuple[int, int] | None:
@@ -160,15 +170,33 @@ def cgroup_limit(root: str | Path = "/") -> CgroupLimit | None:
         True
     """
     base = Path(root)
-    v1, v2 = _groups(base)
     found: dict[Path, tuple[int, int]] = {}
-    for files, point, start in _mounts(base):
-        mount = base / point.lstrip("/")
-        for directory in _chain(mount, start, v1 if files is _V1 else v2):
-            limit = _limit_of(directory, files)
-            if limit is not None:
-                found.setdefault(directory, limit)
+    for is_v2, directory in _directories(base, "memory"):
+        limit = _limit_of(directory, _V2 if is_v2 else _V1)
+        if limit is not None:
+            found.setdefault(directory, limit)
     if not found:
         return None
     tightest = min(found, key=lambda directory: found[directory][1])
     return CgroupLimit(min(limit for limit, _ in found.values()), found[tightest][1], str(tightest))
+
+
+def cpu_quota(root: str | Path = "/") -> float | None:
+    """Return how many cores the control groups of this process let it keep busy.
+
+        quota = min over the group and its visible ancestors of quota / period
+
+    Args:
+        root: Directory that holds `proc` and `sys`; another one than "/" serves tests.
+
+    Returns:
+        Cores, or None if no group has a quota (or nothing can be read, or the system is not Linux).
+    """
+    quotas = []
+    for is_v2, directory in _directories(Path(root), "cpu"):
+        names = ("cpu.max",) if is_v2 else ("cpu.cfs_quota_us", "cpu.cfs_period_us")
+        fields = " ".join(read_text(directory / name) or "none" for name in names).split()
+        numbers = [_number(field) for field in fields]
+        if len(numbers) == 2 and numbers[0] and numbers[1]:
+            quotas.append(numbers[0] / numbers[1])
+    return min(quotas, default=None)

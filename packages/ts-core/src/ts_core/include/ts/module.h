@@ -3,6 +3,9 @@
 
 #include <nanobind/nanobind.h>
 
+#include <algorithm>
+#include <chrono>
+
 #include "ts/isa.h"
 #include "ts/tensor_view.h"
 #include "ts/thread_pool_impl.h"
@@ -29,12 +32,29 @@ inline void share_thread_pool() {
   shared_pool_table = table;
 }
 
-// requested > 0 as given; 0: torch.get_num_threads().
+// ts_core.cores.usable_cores(), asked again after a second: affinity and quotas change rarely.
+inline int usable_cores() {
+  using Clock = std::chrono::steady_clock;
+  static PyObject* count =
+      nanobind::object(nanobind::module_::import_("ts_core.cores").attr("usable_cores"))
+          .release()
+          .ptr();
+  static int cores = 0;
+  static Clock::time_point next;
+  const Clock::time_point now = Clock::now();
+  if (cores == 0 || now >= next) {
+    next = now + std::chrono::seconds(1);
+    cores = nanobind::cast<int>(nanobind::handle(count)());
+  }
+  return cores;
+}
+
+// requested > 0 as given; 0: torch.get_num_threads(), but no more than the usable cores.
 inline int thread_count(int requested) {
   if (requested > 0) return requested;
   static PyObject* get =
       nanobind::object(nanobind::module_::import_("torch").attr("get_num_threads")).release().ptr();
-  return nanobind::cast<int>(nanobind::handle(get)());
+  return std::min(nanobind::cast<int>(nanobind::handle(get)()), usable_cores());
 }
 
 // Errors, pool, and the functions that every native module offers.
@@ -51,6 +71,9 @@ inline void init_module(nanobind::module_& m) {
   m.def(
       "pool_workers", [] { return shared_pool_table->workers(); },
       "Worker threads started so far, the callers' own not counted.");
+  m.def("thread_count", &thread_count, nanobind::arg("threads") = 0,
+        "Threads that an operation asked for this many uses; 0: those of torch, at most "
+        "usable_cores().");
 #if defined(TS_WITH_CUDA)
   m.attr("with_cuda") = true;
 #else

@@ -262,7 +262,8 @@ def test_closure_is_run_with_gradients_and_its_loss_returned():
     assert worst(ours, theirs) < 3e-7
 
 
-def test_unfreezing_freezing_and_adding_groups():
+@pytest.mark.parametrize("options", [{}, {"eager": True}, {"accumulate_fp32": True}])
+def test_unfreezing_freezing_and_adding_groups(options):
     ours, theirs = small_model(), small_model()
 
     def recipe(model, make, **options):
@@ -284,7 +285,7 @@ def test_unfreezing_freezing_and_adding_groups():
         train(model, optimizer, 2, start=6)
         return optimizer
 
-    a = recipe(ours, OffloadAdamW)
+    a = recipe(ours, OffloadAdamW, **options)
     recipe(theirs, torch.optim.AdamW)
     assert worst(ours, theirs) < 3e-7
     assert not any(p in a.state for p in ours[1].parameters())

@@ -379,3 +379,37 @@ def test_a_decision_is_plain_data():
     assert isinstance(decided, Decided)
     assert isinstance(decided.layout, Layout)
     assert dataclasses.replace(decided, adapts=False).layout == decided.layout
+
+
+def test_options_reach_an_optimizer_that_was_given():
+    model = tiny_llama()
+    optimizer = OffloadAdamW(model.parameters(), accumulation_steps=1)
+    model, same = trainstream.wrap(model, optimizer, max_grad_norm=1e-3, accumulation_steps=2)
+    assert same is optimizer
+    ids = torch.arange(8).view(1, 8)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    assert optimizer.last_grad_norm > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_micro_batches_add_up_in_fp32_paged_or_not(dtype):
+    """g1 + g2 + g3 in the order of the passes, whatever the weight's own format."""
+    grads = {}
+    for options in ({}, {"param_offload": True}, {"param_offload": True, "recompute": True}):
+        torch.manual_seed(0)
+        model, _ = trainstream.wrap(tiny_llama().to(dtype), None, **options)
+        parts = []
+        for step in range(3):
+            ids = torch.arange(8).view(1, 8) + step
+            alone = copy.deepcopy(model)
+            alone(input_ids=ids, labels=ids).loss.backward()
+            parts.append({n: p.grad.float() for n, p in alone.named_parameters()})
+            model(input_ids=ids, labels=ids).loss.backward()
+        found = {n: p.grad for n, p in model.named_parameters()}
+        for name, grad in found.items():
+            assert grad.dtype is torch.float32, name
+            assert torch.equal(grad, parts[0][name] + parts[1][name] + parts[2][name]), name
+        grads = grads or found
+        assert all(torch.equal(grads[name], grad) for name, grad in found.items())

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from ts_core.errors import MissingDependencyError, OptionError
+from ts_core.errors import MissingDependencyError, OptionError, StateError
 from ts_core.testing import seeded
 from ts_optim import OffloadAdamW, options, place_by_size
 from ts_optim.reference import adamw_, grad_norm
@@ -198,3 +198,42 @@ def test_a_missing_native_module_is_explained(monkeypatch):
     monkeypatch.delitem(sys.modules, "ts_optim")
     with pytest.raises(MissingDependencyError, match="nanobind-backend"):
         importlib.import_module("ts_optim")
+
+
+def test_options_change_between_steps():
+    weight = torch.nn.Parameter(torch.zeros(4))
+    optimizer = OffloadAdamW([weight], lr=0.1, accumulation_steps=1)
+    assert not optimizer.needs_norm
+    optimizer.reconfigure(max_grad_norm=0.5, accumulation_steps=2, threads=1)
+    assert optimizer.needs_norm
+    for _ in range(2):
+        (weight * 3).sum().backward()
+    optimizer.step()
+    assert optimizer.last_grad_norm == pytest.approx(12.0)
+    optimizer.zero_grad()
+    for _ in range(2):
+        weight.sum().backward()
+    with pytest.raises(StateError, match="accumulation_steps=2"):
+        weight.sum().backward()
+    optimizer.reconfigure(accumulation_steps=None)
+    for _ in range(5):
+        weight.sum().backward()
+    optimizer.step()
+    for wrong in ({"max_grad_norm": 0.0}, {"threads": 0}, {"accumulation_steps": 0}):
+        with pytest.raises(OptionError, match=next(iter(wrong))):
+            optimizer.reconfigure(**wrong, accumulate_fp32=True)
+    assert not optimizer._options.accumulate_fp32
+    optimizer.reconfigure(max_grad_norm=None)
+    assert not optimizer.needs_norm
+
+
+def test_sums_become_fp32_from_the_time_they_are_asked_for():
+    weight = torch.nn.Parameter(torch.zeros(4, dtype=torch.bfloat16))
+    optimizer = OffloadAdamW([weight], accumulation_steps=None)
+    optimizer.reconfigure(accumulate_fp32=True)
+    (weight * 1.0).sum().backward()
+    (weight * 0.001).sum().backward()
+    assert weight.grad.dtype is torch.float32
+    assert torch.equal(weight.grad, torch.full((4,), 1 + torch.tensor(0.001).bfloat16().item()))
+    optimizer.reconfigure(accumulate_fp32=False)  # once begun it stays
+    assert optimizer._options.accumulate_fp32

@@ -237,7 +237,13 @@ def _settling(inventory: Inventory, device: torch.device, optimizer: Optimizer |
         return frozenset()
     if optimizer.mode == "gpu" or optimizer.placement is not place_by_size:
         return frozenset()
-    return inventory.trained(optimizer)
+    trained = inventory.trained(optimizer)
+    if optimizer.mode == "auto" and torch.cuda.is_available():
+        low = any(p.dtype.itemsize == 2 for index in trained for p in inventory.units[index].pageable)
+        like = torch.empty(0, dtype=torch.bfloat16 if low else torch.float32, device=device)
+        if optimizer.works_in_place(like):
+            return frozenset()
+    return trained
 
 
 def _forced(inventory: Inventory, want: Asked, options: WrapOptions) -> list[bool | None]:

@@ -31,7 +31,7 @@ from ts_core.blocks import block_map, find_blocks
 from ts_core.errors import ArgumentTypeError, OptionError, StateError
 from ts_core.planner import Layout
 from ts_core.usage import keep_heap_tight, release_free_memory
-from ts_optim import OffloadAdamW
+from ts_optim import OffloadAdamW, grad_sumsq
 from ts_optim.placement import PlacePolicy
 
 __all__ = ["unwrap", "wrap"]
@@ -133,6 +133,13 @@ def wrap(
     plan = make_plan(inventory, groups, model, device, decided, adopted, want, pager, bounds, checked)
     session = Session(model, adopted, checked, groups, plan, pager, tiers, tuner)
     session.placement = placement
+    if isinstance(adopted, OffloadAdamW):
+        if adopted is optimizer:
+            named = ("max_grad_norm", "accumulation_steps", "threads")
+            given = {name: getattr(checked, name) for name in named if getattr(checked, name) is not None}
+            adopted.reconfigure(accumulate_fp32=True, **given)
+        if pager is not None and adopted.needs_norm:
+            pager.sink.square_sum = grad_sumsq
     if decided.layout.settled and pager is not None:
         settle(session, pager, inventory, decided.layout.settled)
     session.undo += renamed
@@ -289,6 +296,7 @@ def _adopt(
         "threads": options.threads,
         "moment_dtype": moments,
         "mode": options.optimizer_mode,
+        "accumulate_fp32": True,
     }
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad]
@@ -306,9 +314,6 @@ def _adopt(
     if isinstance(optimizer, OffloadAdamW):
         _expect("moment_dtype", options.moment_dtype, "auto", optimizer.moment_format)
         _expect("optimizer_mode", options.optimizer_mode, "cpu", optimizer.mode)
-        for name in ("max_grad_norm", "accumulation_steps", "threads"):
-            if getattr(options, name) is not None:
-                setattr(optimizer, name, getattr(options, name))
         return optimizer, "optimizer: the given OffloadAdamW"
     reason = _cannot_take_over(optimizer)
     if reason:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim.optimizer import ParamsT
@@ -27,6 +28,9 @@ from .placement import PlacePolicy, place_by_size
 from .reports import decoded
 from .slots import Slot, StateMaker
 from .stepping import SEED
+
+if TYPE_CHECKING:
+    from types import EllipsisType
 
 __all__ = ["OffloadAdamW"]
 
@@ -236,6 +240,14 @@ class OffloadAdamW(EagerUpdates):
         self._sums: dict[int, tuple[float, torch.Tensor]] = {}
         self._begun = False
         self._start_eager()
+        self._counter: BackwardCounter | None = None
+        self._arrivals: Arrivals | None = None
+        self._start_watching()
+
+    def _start_watching(self) -> None:
+        """Set up what listens to backward passes, by the options."""
+        if self._counter is not None:
+            self._counter.close()
         limit = self._options.accumulation_steps
         complete = self._update_now if self._options.in_backward else None
         self._counter = None if limit is None else BackwardCounter(limit, self._name, complete)
@@ -243,6 +255,60 @@ class OffloadAdamW(EagerUpdates):
         self._arrivals = Arrivals(wide=wide) if wide or self._options.in_backward else None
 
     # -- what users call ---------------------------------------------------------------------------------
+
+    @property
+    def needs_norm(self) -> bool:
+        """Whether a step has to look at all gradients before it updates the first parameter."""
+        return self._options.needs_norm
+
+    def reconfigure(
+        self,
+        *,
+        max_grad_norm: float | EllipsisType | None = ...,
+        accumulation_steps: int | EllipsisType | None = ...,
+        threads: int | EllipsisType | None = ...,
+        accumulate_fp32: bool | EllipsisType = ...,
+    ) -> None:
+        """Change options between two steps; what is not named stays. See the class for their meaning.
+
+        Args:
+            max_grad_norm: Limit of the norm, or None.
+            accumulation_steps: Backward passes accepted between steps, or None; counting starts again.
+            threads: Host threads, or None.
+            accumulate_fp32: True once made or configured so stays: sums that have begun keep their dtype.
+
+        Raises:
+            OptionError: A value outside the accepted ones; nothing is changed then.
+
+        Example:
+            >>> optimizer = OffloadAdamW([torch.nn.Parameter(torch.ones(2))])
+            >>> optimizer.reconfigure(max_grad_norm=1.0, accumulation_steps=None)
+        """
+        asked = {
+            "max_grad_norm": max_grad_norm,
+            "accumulation_steps": accumulation_steps,
+            "threads": threads,
+            "accumulate_fp32": accumulate_fp32,
+        }
+        changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not ...}
+        options = replace(self._options, **changes)
+        self._drain()
+        wide = options.accumulate_fp32 or self._options.accumulate_fp32
+        watching = options.accumulation_steps != self._options.accumulation_steps
+        watching = watching or wide != self._options.accumulate_fp32
+        watching = watching or options.in_backward != self._options.in_backward
+        self._options = replace(options, accumulate_fp32=wide)
+        if watching:
+            self._start_watching()
+            self._watch()
+
+    def works_in_place(self, param: torch.Tensor) -> bool:
+        """Tell whether a CUDA kernel updates the host state of parameters like this one.
+
+        Args:
+            param: A CUDA tensor; only its device and dtype count. ``mode="auto"`` measures once for each.
+        """
+        return self._choice.in_place(param)
 
     @property
     def state(self) -> defaultdict[torch.Tensor, Any]:

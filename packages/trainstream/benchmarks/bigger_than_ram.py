@@ -332,7 +332,8 @@ def summary(line: dict) -> str:
     weights, budgets = line["weight_bytes"], line["budgets_bytes"]
     text = [
         f"# weights {weights / 2**20:.1f} MiB = {weights / budgets:.2f} x budgets "
-        f"({budgets / 2**20:.1f} MiB), {line['steps']} steps of {line['batch']} x {line['seq']} tokens, {line['kind']}",
+        f"({budgets / 2**20:.1f} MiB), {line['steps']} steps of {line['batch']} x {line['seq']} tokens, "
+        f"{line['kind']}",
         f"# RAM used at most {line['peak_used_bytes'] / budget:.3f} of the budget ({line['verdict']})",
         f"# {line['steps_per_s']:.3f} steps/s, loss {line['losses'][0]:.4f} -> {line['losses'][-1]:.4f}",
     ]

@@ -201,8 +201,10 @@ class WrapOptions:
         for name in ("host_arena", "peer"):
             value = getattr(self, name)
             if not (value is None or value is False or (isinstance(value, str) and value == "auto")):
-                _bytes(name, value)
-                _off(name, value, ("auto", False, None))
+                size = options.integer(name, _bytes(name, value), minimum=1)
+                setattr(self, name, size)
+                if name == "peer":
+                    _off(name, value, ("auto", False, None))
         if self.disk_offload is not None and not isinstance(self.disk_offload, str | os.PathLike):
             raise OptionError(
                 f"option disk_offload: expected None or a directory, given {self.disk_offload!r}"

@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 import ts_quant
 from trainstream._budget import limits
+from trainstream._copies import give_back, reserve, use_fast_copies
 from trainstream._decide import Decided, decide, make_plan, moment_formats
 from trainstream._device import answer_with
 from trainstream._inventory import Inventory
@@ -26,7 +27,6 @@ from trainstream._paging import Asked, Tiers, asked, start_paging
 from trainstream._session import Instead, Session, converting, session_of, zero_grad
 from trainstream._staging import bring_back, commit, stage
 from trainstream._tuner import Tuner, settle
-from ts_core import registry
 from ts_core.blocks import block_map, find_blocks
 from ts_core.errors import ArgumentTypeError, OptionError, StateError
 from ts_core.planner import Layout
@@ -80,7 +80,7 @@ def wrap(
     checked = WrapOptions.from_kwargs(**options)
     blocks = find_blocks(model, checked.blocks)
     device = _target_device(model, checked)
-    _use_fast_copies(device, checked.max_inflight_bytes)
+    use_fast_copies(device, checked)
     want = asked(checked, len(blocks), cpu=device.type == "cpu")
     formats = moment_formats(optimizer, checked)
     adopted, how = _adopt(model, optimizer, checked, formats[0])
@@ -95,6 +95,8 @@ def wrap(
     pager = None
     try:
         paged = _assign(inventory, decided.layout, tiers)
+        if device.type == "cuda":
+            reserve(p for p in paged.values() if tiers.tier_of(p) == "host")
         staged = stage(model, decided.packed, device, decided.codec, checked.quant_block_size, paged, tiers)
         tiers.renamed(staged.replaced)
         paged = {id(p): p for p in (staged.replaced.get(key, p) for key, p in paged.items())}
@@ -245,6 +247,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     session.tiers.close()
     for step in session.undo:
         step()
+    give_back()
     for name in ("zero_grad", "_apply"):
         if isinstance(model.__dict__.get(name), Instead):
             del model.__dict__[name]
@@ -264,26 +267,6 @@ def _target_device(model: nn.Module, options: WrapOptions) -> torch.device:
             f"{', '.join(sorted(map(str, devices)))}; name the one to compute on"
         )
     return devices.pop() if devices else torch.device("cpu")
-
-
-def _use_fast_copies(device: torch.device, inflight: int | None) -> None:
-    """Put ts-paging's pinned allocator and copy engine in the place of torch's, once a GPU is used.
-
-    Args:
-        device: Where the model computes.
-        inflight: Bytes of copies under way at most; None: 1 GiB, or a tenth of the device's memory if less.
-    """
-    if device.type != "cuda":
-        return
-    import ts_paging
-
-    if inflight is None:
-        inflight = min(1 << 30, torch.cuda.get_device_properties(device).total_memory // 10)
-    now = registry.copy_engine()
-    if not isinstance(now, ts_paging.CopyEngine):
-        registry.set_host_allocator(ts_paging.PinnedAllocator())
-    if not isinstance(now, ts_paging.CopyEngine) or now.max_inflight_bytes != inflight:
-        registry.set_copy_engine(ts_paging.CopyEngine(max_inflight_bytes=inflight))
 
 
 def _adopt(

@@ -1,0 +1,67 @@
+"""The page-locked arena and the copy engine that a GPU run uses, one of each in a process."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+import ts_paging
+from trainstream._options import WrapOptions
+from ts_core import registry
+from ts_core.blocks import parameter_bytes
+from ts_paging.arena import HostArena, slab_bytes_from_env
+
+__all__ = ["give_back", "reserve", "use_fast_copies"]
+
+_INFLIGHT = 1 << 30
+_LEAST_SLAB = 16 << 20
+_SLABS_OF_A_BUDGET = 16  # so that the last slab, half empty, takes little of it
+
+
+def use_fast_copies(device: torch.device, options: WrapOptions) -> None:
+    """Put ts-paging's arena and copy engine in the place of torch's, once a GPU is used.
+
+    Args:
+        device: Where the model computes.
+        options: ``max_inflight_bytes``, ``host_arena`` and ``ram_budget``.
+    """
+    if device.type != "cuda":
+        return
+    inflight = options.max_inflight_bytes
+    if inflight is None:
+        inflight = min(_INFLIGHT, torch.cuda.get_device_properties(device).total_memory // 10)
+    engine = registry.copy_engine()
+    if not isinstance(engine, ts_paging.CopyEngine) or engine.max_inflight_bytes != inflight:
+        registry.set_copy_engine(ts_paging.CopyEngine(max_inflight_bytes=inflight))
+    allocator = registry.host_allocator()
+    if options.host_arena is False:
+        if not isinstance(allocator, ts_paging.PinnedAllocator):
+            registry.set_host_allocator(ts_paging.PinnedAllocator())
+        return
+    named = None if options.host_arena in ("auto", None) else int(options.host_arena)
+    ceiling = options.ram_budget if named is None else named
+    if not isinstance(allocator, HostArena) or allocator.ceiling_bytes != ceiling:
+        slab = slab_bytes_from_env()
+        if ceiling is not None:
+            slab = max(min(slab, ceiling // _SLABS_OF_A_BUDGET), _LEAST_SLAB)
+        allocator = HostArena(ceiling=ceiling, slab_bytes=slab)
+        registry.set_host_allocator(allocator)
+    if named is not None:
+        allocator.reserve(named)
+
+
+def reserve(paged: Iterable[Tensor]) -> None:
+    """Have page-locked memory made for weights that leave the device and for their gradients, meanwhile."""
+    arena = registry.host_allocator()
+    if isinstance(arena, HostArena):
+        more = sum(parameter_bytes(p) * (2 if p.requires_grad else 1) for p in paged)
+        arena.reserve(arena.live_bytes + more)
+
+
+def give_back() -> None:
+    """Return page-locked slabs that hold nothing any more."""
+    arena = registry.host_allocator()
+    if isinstance(arena, HostArena):
+        arena.trim()

@@ -651,7 +651,7 @@ def test_a_signal_handler_may_use_what_it_interrupted_the_update_of(place, lazy,
     b.step()
     a.step()
     seen = []
-    arguments = kernel._call
+    arguments = kernel.choose_kernel
 
     def handler():
         if not seen:
@@ -668,7 +668,7 @@ def test_a_signal_handler_may_use_what_it_interrupted_the_update_of(place, lazy,
         return arguments(*args)
 
     if place == "before":
-        monkeypatch.setattr(kernel, "_call", interrupted)
+        monkeypatch.setattr(kernel, "choose_kernel", interrupted)
     else:
         monkeypatch.setattr(kernel, "_C", Native())
     assert (ours[0] * 1).tolist() == theirs[0].tolist() == seen[1]

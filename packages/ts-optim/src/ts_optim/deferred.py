@@ -16,11 +16,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ts_core.errors import StateError
+from ts_core.errors import StateError, StorageError
 from ts_core.guard import guard_of
 from ts_core.trace import span
 
 from .kernel import Clock, PlainUpdate, Terms
+from .leased import update_of
 from .slots import KEPT
 from .transfer import Work
 
@@ -62,6 +63,8 @@ class Update:
     Attributes:
         finished: Nothing is left to do: the parameters are updated, or `error` says why not.
         error: What went wrong; nothing was written then.
+        trouble: What the disk refused and nobody was told yet. Nothing is lost: what could not be written is
+            in memory, and what could not be read is tried again by the next one who comes.
     """
 
     def __init__(self, works: Sequence[Work], terms: Terms, name_of: Callable[[torch.Tensor], str]) -> None:
@@ -72,13 +75,14 @@ class Update:
             terms: What `step()` fixed.
             name_of: A method that gives a parameter's name for messages; not kept alive.
         """
-        self._plain: PlainUpdate | None = PlainUpdate(works, terms)
+        self._plain: PlainUpdate | None = update_of(works, terms)
         self._name_of = weakref.WeakMethod(name_of)
         self._clock: Clock = terms.clock
         self._guards = [entry for work in works if (entry := guard_of(work.slot.param)) is not None]
         self._lock = threading.RLock()
         self._seen: list[tuple[Work, str, torch.Tensor, int]] = []
         self.error: Exception | None = None
+        self.trouble: StorageError | None = None
         self.finished = False
 
     def post(self) -> None:
@@ -98,6 +102,7 @@ class Update:
 
         Raises:
             StateError: A gradient, or state, was changed in place after `step()`.
+            StorageError: The disk refused something; raised once for each trouble.
         """
         if not self.finished:
             start = time.perf_counter()
@@ -108,6 +113,11 @@ class Update:
                 self._clock.add("wait_s", time.perf_counter() - start)
         if self.error is not None:
             raise self.error.with_traceback(None)
+        trouble, self.trouble = self.trouble, None
+        if trouble is not None:
+            if self.finished:
+                self.forget()
+            raise trouble
 
     def run(self) -> None:
         """Run it unless somebody else does; errors are kept for those who wait."""
@@ -135,10 +145,14 @@ class Update:
                 if plain.due:
                     self._check()
                 plain.run()
+        except StorageError as error:
+            self.trouble = error.with_traceback(None)
+            return
         except Exception as error:
             self.error = error.with_traceback(None)  # its frames hold the gradients
         else:
-            self.forget()
+            if self.trouble is None:
+                self.forget()
         self.finished = True
         self._plain, self._seen = None, []  # lets go of the gradients
         _unfinished.pop(id(self), None)

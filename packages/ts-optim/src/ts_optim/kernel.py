@@ -14,9 +14,19 @@ from . import _C
 from .moments import block_count
 from .options import Hyper
 from .reference import adamw_
+from .slots import Slot
 from .transfer import Batch, Work
 
-__all__ = ["Clock", "Measures", "PlainUpdate", "Terms", "call_kernel", "update_double"]
+__all__ = [
+    "Clock",
+    "Measures",
+    "PlainUpdate",
+    "Terms",
+    "call_kernel",
+    "choose_kernel",
+    "is_plain",
+    "update_double",
+]
 
 _NOTHING = torch.empty(0, dtype=torch.float64)
 
@@ -72,6 +82,7 @@ class Terms:
         seeds: Of random rounding, by group.
         ema: Decay of the moving average.
         measures: Takes sums of squares; None does not measure.
+        home: Says where the memory of a state tensor is from; None: from nowhere special.
     """
 
     table: torch.Tensor
@@ -81,17 +92,22 @@ class Terms:
     seeds: Sequence[int] = ()
     ema: float = 0.0
     measures: Measures | None = None
+    home: Callable[[torch.Tensor], Any] | None = None
 
 
-def _call(
+def is_plain(slot: Slot, terms: Terms) -> bool:
+    """Tell whether an update works element by element, so that parts of tensors can be updated alone."""
+    plain = slot.exp_avg.dtype is torch.float32 and slot.ema is None and not slot.in_place
+    return plain and terms.measures is None
+
+
+def choose_kernel(
     batch: Batch, steps: Sequence[torch.Tensor], terms: Terms, reconcile: bool
 ) -> tuple[Callable[..., None], tuple[Any, ...], torch.Tensor | None]:
     """Choose the kernel of a batch; return it, its arguments and where it leaves sums of squares."""
     slots = [work.slot for work in batch.works]
     groups = [work.group for work in batch.works]
-    first = slots[0]
-    plain = first.exp_avg.dtype is torch.float32 and first.ema is None and not first.in_place
-    if not plain or terms.measures is not None:
+    if not is_plain(slots[0], terms):
         sums = partials = _NOTHING
         if terms.measures is not None:
             device = batch.grads[0].device
@@ -143,7 +159,7 @@ def call_kernel(batch: Batch, terms: Terms) -> None:
     """Update a batch; state and step counters of its parameters move together."""
     start = time.perf_counter()
     steps = [work.slot.state["step"] for work in batch.works]
-    kernel, arguments, sums = _call(batch, steps, terms, False)
+    kernel, arguments, sums = choose_kernel(batch, steps, terms, False)
     kernel(*arguments)
     terms.clock.add("kernel_s", time.perf_counter() - start)
     if terms.measures is not None and sums is not None:
@@ -195,7 +211,7 @@ class PlainUpdate:
         """Update the parameters, their state and their version counters."""
         batch = self._prepared() if self._batch is None else self._batch
         if self._made is None:
-            made = _call(batch, self._steps, self._terms, self.works[0].slot.low)
+            made = choose_kernel(batch, self._steps, self._terms, self.works[0].slot.low)
             self._made = self._made or made  # a signal handler may have been here meanwhile
         kernel, arguments, sums = self._made
         counter = self._steps[0]
@@ -208,14 +224,17 @@ class PlainUpdate:
         self._terms.clock.add("kernel_s", time.perf_counter() - start)
         for weights, flat in self._copies:
             weights.copy_(flat.view(weights.shape))
+        self._bump_versions()
+        if sums is not None and self._terms.measures is not None:
+            self._terms.measures.add(self.works, sums)
+
+    def _bump_versions(self) -> None:
         written = [work.slot.weights for work in self.works if work.slot.dense]
         for work in self.works:
             slot = work.slot
             written += [slot.exp_avg, slot.exp_avg_sq, *slot.scales]
             written += [] if slot.ema is None else [slot.ema]
         torch.autograd.graph.increment_version(written)
-        if sums is not None and self._terms.measures is not None:
-            self._terms.measures.add(self.works, sums)
 
 
 def update_double(works: Sequence[Work], hyper: Sequence[Hyper], terms: Terms) -> None:

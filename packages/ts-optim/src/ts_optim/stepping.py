@@ -137,6 +137,7 @@ class Stepping(Housing):
             [group.get(SEED, 0) for group in self.param_groups],
             self._options.ema or 0.0,
             self._measures,
+            self._maker.home,
         )
 
     def _update(self, works: list[Work], terms: Terms, hyper: list[Hyper]) -> list[Update]:

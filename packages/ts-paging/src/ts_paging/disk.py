@@ -25,7 +25,7 @@ __all__ = ["DiskStore", "DiskTicket", "FileSpan"]
 
 _PAGE = _C.direct_align
 _BACKENDS = {"auto": 0, "uring": 1, "threads": 2}
-_CHUNK_BYTES = 4 << 20
+_CHUNK_BYTES = 1 << 20
 _AT_FDCWD = -100
 
 
@@ -137,7 +137,7 @@ class DiskStore:
     never through links. A file's blocks are reserved before its first byte is written, so a full disk
     is an error of the call that asks for room, and rewriting a key at its size cannot fail for want of it.
     Bytes move by direct I/O where the file system takes it and mappings of the files see it (`direct`), else
-    by plain reads and writes, several chunks of 4 MiB at a time. Direct I/O goes through io_uring where the
+    by plain reads and writes, several chunks of 1 MiB at a time. Direct I/O goes through io_uring where the
     kernel and the container let it (`uring`), all else on I/O threads of the store; tests choose with the
     environment variable `TRAINSTREAM_IO`: ``auto``, ``uring`` or ``threads``. Bytes come back exactly, with
     shape, dtype and dense strides; gaps and repeated rows of a view are not stored.

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from ts_core.errors import ArgumentError, StorageError, message
+from ts_core.memory import parse_bytes
 
 from . import _C
 from .disk import DiskStore, DiskTicket, FileSpan
@@ -31,8 +32,7 @@ __all__ = ["FileSpan", "FileTensors", "locate"]
 
 #: Number of a mapping -> (its FileTensors, key). Numbers are never used again, addresses are.
 _mapped: dict[int, tuple[weakref.ref[FileTensors], str]] = {}
-_LEASED_BYTES = 24 << 20
-_WRITING_BYTES = 8 << 20
+_WRITING_BYTES = 4 << 20
 
 
 def locate(tensor: Tensor) -> tuple[FileTensors, str] | None:
@@ -77,13 +77,18 @@ class FileTensors:
     """
 
     def __init__(
-        self, directory: str | os.PathLike[str] | None = None, *, budget: int | str | None = None
+        self,
+        directory: str | os.PathLike[str] | None = None,
+        *,
+        budget: int | str | None = None,
+        lease_bytes: int | str = 12 << 20,
     ) -> None:
         """Make the private folder; see `DiskStore`.
 
         Args:
             directory: An existing directory; None is the system's temporary one.
             budget: Bytes of files at most.
+            lease_bytes: Of memory for the copies of all leases at once.
 
         Raises:
             OptionError: A bad option.
@@ -96,13 +101,18 @@ class FileTensors:
         self._lock = threading.Lock()  # of the writes under way
         self._table_lock = threading.RLock()
         self._writing: deque[tuple[DiskTicket, int]] = deque()
-        self._leased = LeaseMemory(_LEASED_BYTES)
+        self._leased = LeaseMemory(parse_bytes(lease_bytes, name="lease_bytes"))
         self.adopted_bytes = 0
 
     @property
     def used_bytes(self) -> int:
         """Bytes reserved in files."""
         return self._store.used_bytes
+
+    @property
+    def lease_bytes(self) -> int:
+        """Bytes of memory for the copies of all leases at once."""
+        return self._leased.limit
 
     @property
     def store(self) -> DiskStore:
@@ -306,7 +316,7 @@ class FileTensors:
         """Take copies in memory of tensors, or parts of them, that live in files; reading starts at once.
 
         Tensors that live elsewhere, and parts that do not begin and end at multiples of 4096 bytes, are
-        leased as they are. Copies of all leases take 24 MiB at most, unless one alone takes more.
+        leased as they are. Copies of all leases take `lease_bytes` at most, unless one alone takes more.
 
         Args:
             tensors: Dense CPU tensors.
@@ -321,9 +331,8 @@ class FileTensors:
         """
         flags = [True] * len(tensors) if written is None else list(written)
         pieces = [self._piece(tensor, flag) for tensor, flag in zip(tensors, flags, strict=True)]
-        if not self._leased.take(sum(piece.room for piece in pieces), wait):
-            return None
-        return Lease(self._leased, pieces)
+        lease = Lease(self._leased, pieces)
+        return lease if lease.begin(wait) else None
 
     def _piece(self, tensor: Tensor, written: bool) -> Piece:
         found = _find(tensor) if is_dense(tensor) else None

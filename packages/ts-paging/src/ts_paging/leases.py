@@ -42,14 +42,17 @@ class LeaseMemory:
         self._spare: dict[int, list[Tensor]] = {}
         self._host = _C.HostPool(0)
 
-    def take(self, nbytes: int, wait: bool) -> bool:
-        """Reserve room; returns whether there is."""
+    def take(self, lease: Lease, wait: bool) -> bool:
+        """Reserve room for a lease, noted in its `taken`; returns whether there is."""
+        wanted = lease.nbytes
         with self._changed:
-            while self.used and self.used + nbytes > self.limit:
+            while self.used and self.used + wanted > self.limit:
                 if not wait:
                     return False
                 self._changed.wait()
-            self.used += nbytes
+            # No call in between, so no interrupt either.
+            self.used += wanted
+            lease.taken = wanted
             self.peak = max(self.peak, self.used)
             return True
 
@@ -106,6 +109,7 @@ class Piece:
         self.copy: Tensor = tensor
         self.reading: DiskTicket | None = None
         self.writing: DiskTicket | None = None
+        self.settled = False
 
     def start(self, memory: LeaseMemory) -> None:
         """Start reading."""
@@ -118,7 +122,7 @@ class Piece:
 
     def start_writing(self) -> None:
         """Start writing back."""
-        if self.files is not None and self.written and self.writing is None:
+        if self.files is not None and self.written and self.writing is None and not self.settled:
             self.writing = self.files.store.write_part(self.key, self.offset, flat_bytes(self.copy))
 
     def finish_writing(self) -> StorageError | None:
@@ -134,9 +138,9 @@ class Piece:
                 self.writing.wait()
             except StorageError as error:
                 self._keep_in_memory()
-                self.writing = None
+                self.writing, self.settled = None, True
                 return error
-        self.writing = None
+        self.writing, self.settled = None, True
         return None
 
     def _keep_in_memory(self) -> None:
@@ -150,7 +154,12 @@ class Piece:
 class Lease:
     """Copies of tensors, from `FileTensors.lease`; a context manager that gives them.
 
-    Leaving it after an exception writes nothing: the files hold what they held.
+    Leaving it after an exception writes nothing: the files hold what they held. Its calls may be interrupted
+    anywhere, and made again.
+
+    Attributes:
+        nbytes: Of the copies, in whole pages.
+        taken: Bytes that are reserved for it now.
 
     Example:
         >>> import torch
@@ -165,16 +174,23 @@ class Lease:
     """
 
     def __init__(self, memory: LeaseMemory, pieces: Sequence[Piece]) -> None:
-        """Start reading; room for the copies was taken."""
-        self._memory: LeaseMemory | None = memory
+        """Nothing is read yet."""
+        self._memory = memory
         self._pieces = pieces
         self.nbytes = sum(piece.room for piece in pieces)
+        self.taken = 0
+
+    def begin(self, wait: bool) -> bool:
+        """Start reading, once there is room; returns whether there is."""
+        if not self._memory.take(self, wait):
+            return False
         try:
-            for piece in pieces:
-                piece.start(memory)
+            for piece in self._pieces:
+                piece.start(self._memory)
         except BaseException:
             self.release()
             raise
+        return True
 
     def tensors(self) -> list[Tensor]:
         """Wait for the reads and return the copies.
@@ -190,6 +206,8 @@ class Lease:
 
     def write_back(self) -> None:
         """Start writing back what is written; the copies must stay as they are from now on."""
+        if not self.taken:
+            return
         for piece in self._pieces:
             piece.start_writing()
 
@@ -215,16 +233,16 @@ class Lease:
 
     def release(self) -> None:
         """Give the memory back without writing."""
-        memory, self._memory = self._memory, None
-        if memory is None:
+        taken, self.taken = self.taken, 0
+        if not taken:
             return
         buffers = []
         for piece in self._pieces:
-            # A read that is under way still fills its buffer.
+            # A read or write that is under way still uses its buffer, and keeps it alive.
             if piece.buffer is not None and piece.reading is None and piece.writing is None:
                 buffers.append(piece.buffer)
             piece.buffer = piece.reading = None
-        memory.give_back(self.nbytes, buffers)
+        self._memory.give_back(taken, buffers)
 
     def __enter__(self) -> list[Tensor]:
         """Return the copies."""

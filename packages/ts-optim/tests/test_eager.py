@@ -397,3 +397,13 @@ def test_closures_checkpoints_copies_and_parameters_that_are_gone():
     model(torch.ones(1, 6)).backward()
     assert_bit_equal(model.last.weight.detach(), kept)
     assert model.last.weight.grad.sum() != 0
+
+
+def test_clipping_can_be_asked_for_later():
+    p, optimizer = consumed()
+    optimizer.reconfigure(max_grad_norm=0.5)
+    optimizer.step()
+    (p * 2).sum().backward()
+    assert p.grad.tolist() == [[2.0] * 2] * 3
+    optimizer.step()
+    assert optimizer.last_grad_norm == pytest.approx(2 * 6**0.5)

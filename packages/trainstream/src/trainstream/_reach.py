@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ts_core.errors import StateError
 from ts_core.guard import guard_of
+from ts_optim.gradients import ConsumedGradient
 
 __all__ = ["ReachCheck"]
 
@@ -61,6 +62,8 @@ class ReachCheck:
             torch._C.DisableTorchFunctionSubclass(),
         ):  # reads of ours are no use from outside
             for name, parameter, grad in self._gradients():
+                if isinstance(grad, ConsumedGradient):  # its parameter has been updated already
+                    continue
                 if not grad.numel() or not parameter.is_floating_point() or grad.layout is not torch.strided:
                     continue
                 at, size = _largest(grad.reshape(-1))

@@ -252,7 +252,7 @@ class OffloadAdamW(EagerUpdates):
         complete = self._update_now if self._options.in_backward else None
         self._counter = None if limit is None else BackwardCounter(limit, self._name, complete)
         wide = self._options.accumulate_fp32
-        self._arrivals = Arrivals(wide=wide) if wide or self._options.in_backward else None
+        self._arrivals = Arrivals(wide=wide) if wide or self._options.eager else None
 
     # -- what users call ---------------------------------------------------------------------------------
 

@@ -13,7 +13,7 @@ from torch import nn
 from ts_core.errors import StateError
 from ts_core.guard import GuardedParameter, guard_of
 from ts_core.testing import devices
-from ts_paging.activations import FileActivations, HostActivations, park_hook
+from ts_paging.activations import FileActivations
 from ts_paging.files import FileTensors
 from ts_paging.pager import WeightPager
 
@@ -408,35 +408,6 @@ def test_gradient_buffers_are_used_again_unless_somebody_holds_them(in_files):
             one(model, batch("cpu", step))
         assert files.used_bytes == used
         files.close()
-
-
-def test_a_storage_is_parked_once_for_all_its_views_and_again_when_it_changed():
-    store = HostActivations()
-    decide = park_hook(store, frozenset(), 0)
-    base = torch.arange(24.0).reshape(4, 6)
-    saved = [decide(base[:, i::3]) for i in range(3)]  # as q, k and v are views of one product
-    assert (store.parked, store.parked_bytes) == (1, 96)
-    expected = [base[:, i::3].clone() for i in range(3)]
-    base.mul_(2)
-    saved.append(decide(base))
-    expected.append(base.clone())
-    assert store.parked == 2
-    base.zero_()
-    for view, value in zip(saved, expected, strict=True):
-        assert torch.equal(view.tensor(), value)
-    assert saved[0].tensor().stride() == base[:, 0::3].stride()
-
-
-def test_inputs_parameters_and_small_storages_stay():
-    store = HostActivations()
-    given, small, large = torch.zeros(64), torch.zeros(4), torch.zeros(64)
-    decide = park_hook(store, frozenset({given.untyped_storage()._cdata}), 100)
-    weight = nn.Parameter(torch.zeros(64))
-    assert decide(given) is given
-    assert decide(small) is small
-    assert decide(weight) is weight
-    assert decide(large) is not large
-    assert store.parked == 1
 
 
 def test_activations_in_files():

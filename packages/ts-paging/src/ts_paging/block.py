@@ -61,12 +61,14 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, block: PagedBlock, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.block = block
+        ctx.run = block.pager.activations.latest()
         ctx.set_materialize_grads(False)
         return tuple(tensor.view_as(tensor) for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph(ctx.block)
+        ctx.block.pager.activations.approach(ctx.run)
         return None, *grads
 
 

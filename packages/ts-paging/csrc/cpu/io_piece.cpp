@@ -64,7 +64,9 @@ void IoPool::Request::open() {
 }
 
 void IoPool::Request::open_file() {
-  const int flags = (spec.write ? O_RDWR : O_RDONLY) | O_NOFOLLOW | O_CLOEXEC;
+  // A file that is known needs no other protection, and may be named through /proc.
+  const int follow = spec.expected.bytes >= 0 ? 0 : O_NOFOLLOW;
+  const int flags = (spec.write ? O_RDWR : O_RDONLY) | follow | O_CLOEXEC;
   direct = spec.direct;
   fd = openat(spec.directory, spec.name.c_str(), flags | (direct ? O_DIRECT : 0));
   // Another file system than that of our own folder may not take it.
@@ -83,9 +85,9 @@ void IoPool::Request::open_file() {
         now.modified_ns != then.modified_ns)
       return fail({Failure::kStorage, ESTALE,
                    "[disk] " + spec.path +
-                       " was replaced or written since it was opened: expected the file of " +
+                       " was written since it was opened: expected the file of " +
                        std::to_string(then.bytes) + " bytes that it was, found one of " +
-                       std::to_string(now.bytes) + ". Load the model again, or put the file back",
+                       std::to_string(now.bytes) + ". Load the model again",
                    spec.path});
   }
   if (direct) memory_align = memory_alignment(fd);

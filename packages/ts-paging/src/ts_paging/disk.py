@@ -19,9 +19,10 @@ from ts_core.options import boolean, choice, integer
 from . import _C
 from .folder import PrivateFolder
 from .layout import Layout, copy_exactly, flat_bytes, layout_of, stored_form
+from .spans import FileSpan
 from .wait import WaitPolicy
 
-__all__ = ["DiskStore", "DiskTicket", "FileSpan"]
+__all__ = ["DiskStore", "DiskTicket"]
 
 _PAGE = _C.direct_align
 _BACKENDS = {"auto": 0, "uring": 1, "threads": 2}
@@ -39,51 +40,6 @@ class _Entry:
     write: _C.Ticket | None = None
     parts: dict[tuple[int, int], _C.Ticket] = field(default_factory=dict)
     reads: list[_C.Ticket] = field(default_factory=list)
-
-
-@dataclass(frozen=True)
-class FileSpan:
-    """A stretch of a file that is not ours: read, and never written.
-
-    Attributes:
-        path: Of the file itself, no link.
-        offset: First byte.
-        nbytes: Bytes.
-        identity: Which file it was, of which size and last change; another one is not read.
-    """
-
-    path: str
-    offset: int
-    nbytes: int
-    identity: _C.FileIdentity
-
-    @staticmethod
-    def of(path: str | os.PathLike[str], offset: int, nbytes: int) -> FileSpan:
-        """Look at a file.
-
-        Args:
-            path: The file, or a link to it.
-            offset: First byte.
-            nbytes: Bytes, at least 1.
-
-        Raises:
-            StorageError: It is missing or shorter.
-            ArgumentError: A negative offset, or no bytes.
-        """
-        if offset < 0 or nbytes < 1:
-            raise ArgumentError(
-                message("FileSpan.of", "offset, nbytes", "an offset >= 0 and bytes >= 1", (offset, nbytes))
-            )
-        real = os.path.realpath(path)
-        identity = _C.identify(real)
-        if offset + nbytes > identity.nbytes:
-            raise StorageError(
-                errno.EIO,
-                f"[FileSpan.of] {real}: expected {nbytes} bytes at offset {offset}, the file ends at "
-                f"{identity.nbytes}",
-                real,
-            )
-        return FileSpan(real, offset, nbytes, identity)
 
 
 class DiskTicket:
@@ -432,8 +388,8 @@ class DiskStore:
             out: uint8 tensor of as many bytes; they are there when the ticket has been waited for.
 
         Returns:
-            The ticket; it raises StorageError if the file is another one than the span was made of, or cannot
-            be read.
+            The ticket; it raises StorageError if the file was written since the span was made, or cannot be
+            read.
 
         Raises:
             StateError: Closed, or the parent's store.
@@ -441,7 +397,7 @@ class DiskStore:
         with self._lock:
             self._expect_open("read_span")
             native = self._native.submit(
-                False, _AT_FDCWD, span.path, span.path, out, span.offset, self.direct, span.identity
+                False, _AT_FDCWD, span.file.name, span.path, out, span.offset, self.direct, span.file.identity
             )
             return DiskTicket(native, out)
 

@@ -24,9 +24,10 @@ from ts_core.errors import ArgumentError, StorageError, message
 from ts_core.memory import parse_bytes
 
 from . import _C
-from .disk import DiskStore, DiskTicket, FileSpan
+from .disk import DiskStore, DiskTicket
 from .layout import Layout, copy_exactly, flat_bytes, is_dense, layout_of
 from .leases import Lease, LeaseMemory, Piece
+from .spans import FileSpan
 
 __all__ = ["FileSpan", "FileTensors", "locate"]
 
@@ -187,8 +188,8 @@ class FileTensors:
 
         The file is never written: what is written to the tensor goes to copies of its pages in memory, and
         from then on the tensor is an ordinary one (`locate` says None). Move what is trained into a file of
-        its own with `own`. The file must stay as it is while the tensor is used: direct reads check that it
-        is the same one, of the same size and time of change.
+        its own with `own`. The file must stay as it is while the tensor is used, which direct reads check by
+        its size and time of change; it may be removed, or another one may take its name.
 
         Args:
             path: The file, or a link to it.
@@ -214,7 +215,7 @@ class FileTensors:
             return layout.empty()
         span = FileSpan.of(path, offset, layout.nbytes)
         self._sweep()
-        mapped = _C.map_file(span.path, offset, layout.nbytes, span.identity)
+        mapped = _C.map_file(span.path, offset, layout.nbytes, span.file.identity)
         key = f"adopted.{next(self._numbers)}"
         with self._table_lock:
             self._spans[key] = span
@@ -270,7 +271,7 @@ class FileTensors:
             The ticket.
 
         Raises:
-            StorageError: Raised by the ticket if the file cannot be read, or is another one by now.
+            StorageError: Raised by the ticket if the file cannot be read, or was written by somebody else.
         """
         span = self._spans.get(key)
         if span is not None:

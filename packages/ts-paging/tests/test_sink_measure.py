@@ -179,6 +179,40 @@ def test_gradients_that_cannot_be_measured_land_all_the_same():
     assert noted(gaps) is None
 
 
+class Together(torch.autograd.Function):
+    """Hands several gradients to the sink at once."""
+
+    @staticmethod
+    def forward(ctx, anchor, sink, parameters, device):
+        ctx.sink, ctx.parameters = sink, parameters
+        return tuple(p.detach().to(device) for p in parameters)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.sink.add_all(list(zip(ctx.parameters, grads, strict=True)))
+        return None, None, None, None
+
+
+@pytest.mark.parametrize("device", devices())
+def test_what_comes_together_is_measured_in_one_call(device):
+    calls = []
+
+    def counting(tensors):
+        calls.append(len(tensors))
+        return squares(tensors)
+
+    sink = GradientSink(square_sum=counting)
+    parameters = [made(sink, dtype=d) for d in (torch.float32, torch.bfloat16, torch.float64, torch.float16)]
+    anchor = torch.zeros((), requires_grad=True)
+    weights = Together.apply(anchor, sink, parameters, device)
+    again = Together.apply(anchor, sink, parameters[:1], device)
+    sum(w.double().square().sum() for w in (*weights, *again)).backward()
+    assert sorted(calls) in ([1, 2], [1, 3])  # the engine chooses who comes first; a second is not measured
+    assert [noted(p) is not None for p in parameters] == [False, True, False, True]
+    for p in parameters[1::2]:
+        assert noted(p) == float(squares([2 * p.detach()]))
+
+
 def test_the_note_keeps_no_gradient_alive():
     sink = GradientSink(square_sum=squares)
     parameter = made(sink)

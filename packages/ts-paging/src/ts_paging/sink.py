@@ -60,13 +60,22 @@ SquareSum = Callable[[Sequence[Tensor]], Tensor]
 _MEASURED = (torch.float32, torch.bfloat16, torch.float16)
 
 
-class _Part(NamedTuple):
-    """A contribution: its host buffer, the copy under way, its sum of squares and the stream of that."""
+class _Squares(NamedTuple):
+    """Sums of squares on their device, of which one is meant, and the stream that computes them."""
 
-    host: Tensor
-    ticket: CopyTicket | DiskTicket | None
-    squares: tuple[Tensor, Any] | None
-    from_device: bool
+    values: Tensor
+    at: int
+    stream: Any
+
+
+class _Part:
+    """A contribution: its host buffer, the copy under way, and its sum of squares if it is measured."""
+
+    __slots__ = ("from_device", "host", "squares", "ticket")
+
+    def __init__(self, host: Tensor, ticket: CopyTicket | DiskTicket | None, from_device: bool) -> None:
+        self.host, self.ticket, self.from_device = host, ticket, from_device
+        self.squares: _Squares | None = None
 
 
 _Parts = dict[int, tuple[nn.Parameter, list[_Part]]]
@@ -121,8 +130,7 @@ class GradientSink:
         Where the block computes on the CPU too, it is summed as it arrives, as the engine sums for an
         ordinary leaf. Beside a GPU the engine's threads race, and it is always the first.
         """
-        with self._lock:
-            self._take(parameter, grad, first=True)
+        self._take([(parameter, grad)], first=True)
 
     def add(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Take one contribution; called by the engine's threads during a backward pass.
@@ -131,50 +139,73 @@ class GradientSink:
             parameter: The guarded Parameter.
             grad: Its gradient, on any device, with the Parameter's shape and dtype.
         """
-        with self._lock:
-            self._take(parameter, grad, first=False)
+        self._take([(parameter, grad)], first=False)
 
-    def _take(self, parameter: nn.Parameter, grad: Tensor, first: bool) -> None:
-        task = torch._C._current_graph_task_id()
-        under_way = self._passes.get(task)
-        if under_way is None:
-            self._passes[task] = under_way = _Pass(self)
-            torch.autograd.Variable._execution_engine.queue_callback(under_way)
+    def add_all(self, grads: Sequence[tuple[nn.Parameter, Tensor]]) -> None:
+        """Take what is there at the same time, such as the gradients of a block: measured in one call.
+
+        Args:
+            grads: Arguments of `add`.
+        """
+        self._take(grads, first=False)
+
+    def _take(self, grads: Sequence[tuple[nn.Parameter, Tensor]], first: bool) -> None:
+        with self._lock, torch._C.DisableTorchFunctionSubclass():
+            task = torch._C._current_graph_task_id()
+            under_way = self._passes.get(task)
+            if under_way is None:
+                self._passes[task] = under_way = _Pass(self)
+                torch.autograd.Variable._execution_engine.queue_callback(under_way)
+            alone = [
+                (part, source)
+                for parameter, grad in grads
+                for part, source in [self._leave(under_way, parameter, grad, first)]
+                if source is not None
+            ]
+            # After the copies have been asked for, so that they need not wait for this.
+            self._measure(alone)
+
+    def _leave(
+        self, under_way: _Pass, parameter: nn.Parameter, grad: Tensor, first: bool
+    ) -> tuple[_Part, Tensor | None]:
+        """Start the copy to the host; return the gradient as one dimension, too, if it is to be measured."""
         parts = under_way.parts.setdefault(id(parameter), (parameter, []))[1]
-        with torch._C.DisableTorchFunctionSubclass():
-            host = self._buffer(parameter)
-            ticket: CopyTicket | DiskTicket | None = None
-            flat = host.as_strided((host.numel(),), (1,))
-            place = None if grad.is_cuda else locate(host)
-            if not grad.is_cuda and place is None:
-                host.copy_(grad)
-                source = flat
+        host = self._buffer(parameter)
+        flat = source = host.as_strided((host.numel(),), (1,))
+        ticket: CopyTicket | DiskTicket | None = None
+        place = None if grad.is_cuda else locate(host)
+        if not grad.is_cuda and place is None:
+            host.copy_(grad)
+        else:
+            if grad.stride() != host.stride() or grad.dtype is not host.dtype:
+                grad = torch.empty_strided(
+                    host.size(), host.stride(), dtype=host.dtype, device=grad.device
+                ).copy_(grad)
+            source = grad.as_strided((grad.numel(),), (1,))
+            if place is not None:
+                ticket = place[0].write_async(flat, source)
             else:
-                if grad.stride() != host.stride() or grad.dtype is not host.dtype:
-                    grad = torch.empty_strided(
-                        host.size(), host.stride(), dtype=host.dtype, device=grad.device
-                    ).copy_(grad)
-                source = grad.as_strided((grad.numel(),), (1,))
-                if place is not None:
-                    ticket = place[0].write_async(flat, source)
-                else:
-                    ticket = registry.copy_engine().d2h(flat, source)
-                    self.d2h_bytes += host.nbytes
-            # After the copy has been asked for, so that it need not wait for this. Only a gradient that may
-            # land as it is: neither a second contribution nor one that is added to what is there.
-            alone = not parts and parameter.grad is None
-            squares = self._measure(parameter, source) if alone else None
-            part = _Part(host, ticket, squares, grad.is_cuda)
+                ticket = registry.copy_engine().d2h(flat, source)
+                self.d2h_bytes += host.nbytes
+        # Only a gradient that may land as it is: no second contribution, nor one added to what is there, and
+        # in an order of elements that its optimizer will see too.
+        alone = self.square_sum is not None and not parts and parameter.grad is None
+        alone = alone and host.dtype in _MEASURED and host.numel() > 0 and is_dense(parameter.detach())
+        part = _Part(host, ticket, grad.is_cuda)
         raced = first and any(other.from_device for other in parts)
         parts.insert(0 if raced else len(parts), part)
+        return part, source if alone else None
 
-    def _measure(self, parameter: nn.Parameter, flat: Tensor) -> tuple[Tensor, Any] | None:
-        """Start measuring a gradient, in the order of memory that its optimizer will see too."""
-        usable = flat.dtype in _MEASURED and flat.numel() > 0 and is_dense(parameter.detach())
-        if self.square_sum is None or not usable:
-            return None
-        stream = torch.cuda.current_stream(flat.device) if flat.is_cuda else None
-        return self.square_sum([flat.detach()]), stream
+    def _measure(self, alone: Sequence[tuple[_Part, Tensor]]) -> None:
+        devices: dict[torch.device, list[tuple[_Part, Tensor]]] = {}
+        for part, source in alone:
+            devices.setdefault(source.device, []).append((part, source.detach()))
+        for device, entries in devices.items():
+            if self.square_sum is not None:
+                stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+                values = self.square_sum([source for _, source in entries])
+                for at, (part, _) in enumerate(entries):
+                    part.squares = _Squares(values, at, stream)
 
     def forget(self, parameter: nn.Parameter) -> None:
         """Drop the spare buffers of a Parameter that is paged no more."""
@@ -246,15 +277,18 @@ class GradientSink:
 
 def _measured(parts: _Parts) -> dict[int, float]:
     """Bring to the host what was measured of gradients that are the only one of their Parameter."""
-    streams: dict[Any, list[tuple[int, Tensor]]] = {}
-    for key, (_, contributions) in parts.items():
-        squares = contributions[0].squares
-        if len(contributions) == 1 and squares is not None:
-            streams.setdefault(squares[1], []).append((key, squares[0]))
-    values: dict[int, float] = {}
-    for stream, entries in streams.items():
+    found = {
+        key: squares
+        for key, (_, contributions) in parts.items()
+        if len(contributions) == 1 and (squares := contributions[0].squares) is not None
+    }
+    streams: dict[Any, dict[int, Tensor]] = {}
+    for squares in found.values():
+        streams.setdefault(squares.stream, {})[id(squares.values)] = squares.values
+    numbers: dict[int, list[float]] = {}
+    for stream, tensors in streams.items():
         # On the stream that they were measured on: the one that is current here may be another.
         with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
-            found = torch.cat([value.view(1) for _, value in entries]).tolist()
-        values.update(zip([key for key, _ in entries], found, strict=True))
-    return values
+            line = iter(torch.cat(list(tensors.values())).tolist())
+        numbers.update({key: [next(line) for _ in range(t.numel())] for key, t in tensors.items()})
+    return {key: numbers[id(squares.values)][squares.at] for key, squares in found.items()}

@@ -75,7 +75,13 @@ def test_a_folder_is_read_into_files(tmp_path, kind, dtype, codec, ids):
     assert receipt["file_bytes"] == filed <= receipt["bytes_after"]
     assert filed > 0.9 * receipt["bytes_after"]
     assert reference.trainstream_receipt["file_bytes"] == 0
-    assert model.trainstream_files.used_bytes >= filed
+    files = model.trainstream_files
+    assert files.used_bytes + files.adopted_bytes >= filed
+    assert receipt["adopted_bytes"] == files.adopted_bytes
+    assert reference.trainstream_receipt["adopted_bytes"] == 0
+    stored = {"fp32": torch.float32, "bf16": torch.bfloat16}[dtype] is torch.float32
+    assert (files.adopted_bytes > 0) == stored
+    del files
     assert len(leftovers(tmp_path / "files")) == 1
     del model, parameter
     assert leftovers(tmp_path / "files") == []
@@ -95,6 +101,31 @@ def test_random_weights_are_drawn_into_files(tmp_path, kind, codec, ids):
     assert models[1].trainstream_receipt["file_bytes"] > 0
     if kind == "gpt2":
         assert models[1].lm_head.weight is models[1].transformer.wte.weight
+
+
+def test_a_checkpoint_on_another_file_system_is_copied(tmp_path, llama_folder, monkeypatch, ids):
+    monkeypatch.setattr(FileHome, "_beside", lambda self, path: False)
+    model = load_model(llama_folder, quantize=None, dtype="fp32", disk_offload=tmp_path)
+    receipt = model.trainstream_receipt
+    assert receipt["adopted_bytes"] == 0 < receipt["file_bytes"] <= model.trainstream_files.used_bytes
+    assert_same(model, load_model(llama_folder, quantize=None, dtype="fp32"), ids)
+
+
+def test_a_checkpoint_may_be_replaced_under_the_model(tmp_path, ids):
+    folder = tmp_path / "model"
+    tiny_model().save_pretrained(folder)
+    reference = load_model(folder, quantize=None, dtype="fp32")
+    model = load_model(folder, quantize=None, dtype="fp32", disk_offload=tmp_path)
+    weight = model.model.layers[0].mlp.up_proj.weight
+    key = model.trainstream_files.key_of(weight.detach())
+    for path in folder.glob("*.safetensors"):
+        other = path.with_suffix(".new")
+        other.write_bytes(b"x" * path.stat().st_size)
+        other.replace(path)
+    assert_same(model, reference, ids)
+    out = torch.empty_like(weight)
+    model.trainstream_files.read_async(key, out.detach()).wait()
+    assert_bit_equal(out.detach(), weight.detach())
 
 
 def test_a_gguf_file_is_read_into_files(tmp_path, monkeypatch, ids):
@@ -121,6 +152,7 @@ def test_a_copy_of_the_model_is_in_ram_and_shares_nothing(tmp_path, llama_folder
 
 
 def test_it_trains(tmp_path, llama_folder, ids):
+    shards = {path: path.read_bytes() for path in llama_folder.glob("*.safetensors")}
     model = load_model(llama_folder, quantize=None, dtype="fp32", disk_offload=tmp_path).train()
     twin = load_model(llama_folder, quantize=None, dtype="fp32").train()
     for each in (model, twin):
@@ -128,7 +160,8 @@ def test_it_trains(tmp_path, llama_folder, ids):
         each(ids, labels=ids).loss.backward()
         optimizer.step()
     assert_same(model, twin, ids)
-    assert file_bytes(model.lm_head.weight) > 0  # updated in place
+    assert file_bytes(model.lm_head.weight) == 0  # what was written is this process's own
+    assert shards == {path: path.read_bytes() for path in shards}
 
 
 def test_files_of_the_callers_own_and_auto(tmp_path, llama_folder):
@@ -149,7 +182,9 @@ def test_the_environments_budget_is_respected(tmp_path, llama_folder, monkeypatc
     assert not hasattr(load_model(llama_folder, quantize=None, dtype="fp32"), "trainstream_files")
     monkeypatch.setenv("TRAINSTREAM_DISK", "20KB")
     with pytest.raises(StorageError, match="budget"):
-        load_model(llama_folder, quantize=None, dtype="fp32", disk_offload=tmp_path)
+        load_model(llama_folder, quantize=None, dtype="bf16", disk_offload=tmp_path)
+    model = load_model(llama_folder, quantize=None, dtype="fp32", disk_offload=tmp_path)
+    assert model.trainstream_files.adopted_bytes > 20_000 > model.trainstream_files.used_bytes
     monkeypatch.setenv("TRAINSTREAM_RAM", "much")
     with pytest.raises(OptionError, match="TRAINSTREAM_RAM"):
         ram_limit()

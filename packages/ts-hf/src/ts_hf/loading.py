@@ -265,6 +265,7 @@ def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
         "bytes_before": before,
         "bytes_after": after,
         "file_bytes": filed,
+        "adopted_bytes": 0 if packing.home is None else packing.home.files.adopted_bytes,
         "share_packed": packed / total if total else 0.0,
         "skipped": skipped,
         "seconds": time.perf_counter() - started,
@@ -273,13 +274,14 @@ def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
 
 def _log_receipt(receipt: dict[str, Any]) -> None:
     LOGGER.info(
-        "loaded %s: %d parameters, %s -> %s (%s of it in files), %.1f %% packed as %s (%s), %d left as they "
-        "are, %d tensors unused, %.1f s",
+        "loaded %s: %d parameters, %s -> %s (%s of it in files, %s of these in the checkpoint's own), "
+        "%.1f %% packed as %s (%s), %d left as they are, %d tensors unused, %.1f s",
         receipt["source"],
         receipt["parameters"],
         format_bytes(receipt["bytes_before"]),
         format_bytes(receipt["bytes_after"]),
         format_bytes(receipt["file_bytes"]),
+        format_bytes(receipt["adopted_bytes"]),
         100 * receipt["share_packed"],
         receipt["quantize"] or "nothing",
         receipt["reason"],
@@ -395,7 +397,10 @@ def load_model(
         disk_offload: An existing directory, or a `ts_paging.files.FileTensors`. The weights (those of the
             blocks, and of at least 1 MiB outside them; packed ones packed) are written to private files there
             while they are read, and are mapped from them: RAM never holds more than one tensor of the model,
-            and "auto" packs nothing. The files are `model.trainstream_files`; they go with the model. Only
+            and "auto" packs nothing. What the checkpoint holds as it is wanted, on the same file system, is
+            used where it is instead: nothing is copied, the file is never written, and it must not be
+            written by others while the model is used (it may be removed or replaced); what is written to such
+            a weight goes to memory. The files are `model.trainstream_files`; they go with the model. Only
             with device="cpu" in this release. Where the environment sets a budget (`TRAINSTREAM_RAM`) below
             the model's size, files in the system's temporary directory are used even if this is None.
         random_weights: Draw the weights as the model class does instead of reading any; only `config.json` is
@@ -408,8 +413,9 @@ def load_model(
     Returns:
         The model in evaluation mode, with its `generation_config`, and `trainstream_receipt`, a dict:
         `tensors` read, `parameters`, `bytes_before` (all weights in `dtype`), `bytes_after`, `file_bytes` (of
-        them in files), `share_packed` (of the parameters), `packed_tensors`, `skipped` (name: reason),
-        `unused` (checkpoint tensors without a place), `initialized`, `quantize`, `reason`, `seconds`. The
+        them in files), `adopted_bytes` (of these in the checkpoint's own), `share_packed` (of the
+        parameters), `packed_tensors`, `skipped` (name: reason), `unused` (checkpoint tensors without a
+        place), `initialized`, `quantize`, `reason`, `seconds`. The
         same in one line is logged to the logger "trainstream".
 
     Raises:

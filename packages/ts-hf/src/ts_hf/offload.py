@@ -58,7 +58,8 @@ class FileHome:
     """Decides which Parameters live in files, and puts them there.
 
     In files are all floating Parameters of the blocks, and elsewhere those of at least 1 MiB (embedding,
-    output head).
+    output head). What a checkpoint on the same file system holds as it is wanted stays there and is not
+    copied; on another one (a network, a slower disk) it is: the folder was chosen for its speed.
 
     Attributes:
         files: The files; they live as long as this object or a model that keeps it.
@@ -86,6 +87,29 @@ class FileHome:
         if not self.wants(name, shape, dtype):
             return None
         return self.files.like(torch.empty(shape, dtype=dtype, device="meta"))
+
+    def adopt(
+        self, name: str, path: Path, offset: int, shape: tuple[int, ...], dtype: torch.dtype
+    ) -> torch.Tensor | None:
+        """Return the Parameter `name` as a stretch of the checkpoint's own file, or None if it is copied.
+
+        Args:
+            name: The Parameter.
+            path: The file.
+            offset: First byte.
+            shape: Of the tensor, in the file and wanted.
+            dtype: The same.
+
+        Raises:
+            StorageError: The file was replaced or shortened while it was read.
+        """
+        if not self.wants(name, shape, dtype) or offset % dtype.itemsize or not self._beside(path):
+            return None
+        return self.files.adopt(path, offset, dtype, shape)
+
+    def _beside(self, path: Path) -> bool:
+        """Whether a file is on the file system of our own files."""
+        return path.stat().st_dev == Path(self.files.directory).stat().st_dev
 
     def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the value of the Parameter `name` in its place; one that is in a file already is kept."""

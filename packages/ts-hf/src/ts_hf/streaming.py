@@ -14,6 +14,7 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,6 +28,7 @@ from ts_core.errors import ArgumentError, CheckpointError
 from .build import owner_of
 from .checkpoint import Checkpoint
 from .offload import FileHome
+from .safetensors_reader import TensorInfo
 
 __all__ = ["OUTSIDE", "Packing", "Plan", "Target", "UnknownTablesError", "make_plan", "packable", "stream"]
 
@@ -105,6 +107,12 @@ class Packing:
     ) -> torch.Tensor | None:
         """Return the file that a plain parameter is written to directly, or None if there is none."""
         return None if self.home is None or self.packs(name) else self.home.reserve(name, shape, dtype)
+
+    def adopt(self, name: str, path: Path, stored: TensorInfo, dtype: torch.dtype) -> torch.Tensor | None:
+        """Return the tensor of a file that the parameter can be as it is, or None."""
+        if self.home is None or self.packs(name) or stored.dtype != dtype:
+            return None
+        return self.home.adopt(name, path, stored.begin, stored.shape, dtype)
 
 
 def packable(model: Any) -> tuple[frozenset[str], dict[str, str]]:
@@ -305,16 +313,22 @@ class _Stream:
             module._buffers[last] = tensor
         self.loaded.add(name)
 
+    def fill_alike(self, target: Target, key: str, dtype: torch.dtype, is_parameter: bool) -> None:
+        """Fill what is one tensor of the checkpoint."""
+        stored, out = self.checkpoint.info(key), None
+        if is_parameter:
+            adopted = self.packing.adopt(target.name, self.checkpoint.file_of(key), stored, dtype)
+            if adopted is not None:
+                return self.put(target.name, adopted, target.sources)
+            out = self.packing.reserve(target.name, stored.shape, dtype)
+        tensor = self.read(key, dtype, passing=self.packing.packs(target.name), out=out)
+        self.put(target.name, tensor, target.sources)
+
     def fill(self, target: Target) -> None:
         module, last = owner_of(self.model, target.name)
         dtype = self.wanted_dtype(target.name, getattr(module, last))
         if target.converter is None:
-            key = target.sources[0][1]
-            out = None
-            if last in module._parameters:
-                out = self.packing.reserve(target.name, self.checkpoint.info(key).shape, dtype)
-            tensor = self.read(key, dtype, passing=self.packing.packs(target.name), out=out)
-            self.put(target.name, tensor, target.sources)
+            self.fill_alike(target, target.sources[0][1], dtype, last in module._parameters)
             return
         for pattern, key in target.sources:
             target.converter.add_tensor(target.name, key, pattern, partial(self.read, key, dtype))

@@ -136,18 +136,22 @@ class Tiers:
         return "disk" if id(parameter) in self._on_disk else "host"
 
     def store(self, parameter: Tensor, value: Tensor | None = None) -> Tensor:
-        """Return a Parameter's value in its tier; one that is in a file already stays there."""
-        value = parameter.detach() if value is None else value
-        return self._store(value, self.tier_of(parameter) == "disk")
+        """Return a Parameter's value in its tier; one that is in a file already stays there.
 
-    def _store(self, tensor: Tensor, disk: bool) -> Tensor:
+        A trained one leaves a checkpoint's own file, which is never written.
+        """
+        value = parameter.detach() if value is None else value
+        return self._store(value, self.tier_of(parameter) == "disk", parameter.requires_grad)
+
+    def _store(self, tensor: Tensor, disk: bool, trained: bool = False) -> Tensor:
         if isinstance(tensor, QuantizedTensor):
             packed = {key: self._store(part, disk) for key, part in tensor.packed.items()}
             return QuantizedTensor(packed, tensor.codec, tuple(tensor.shape), tensor.dtype, tensor.block_size)
         if not ts_paging.layout.is_dense(tensor):
             tensor = tensor.contiguous()
         if disk:
-            if tensor.device.type == "cpu" and locate(tensor) is not None:
+            place = locate(tensor) if tensor.device.type == "cpu" else None
+            if place is not None and not (trained and place[0].span_of(tensor) is not None):
                 return tensor
             return self.make_files().place(tensor.cpu())
         if self.device.type == "cpu":

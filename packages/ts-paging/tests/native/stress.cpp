@@ -32,7 +32,10 @@ void copies(CopyEngine& engine, const WaitPolicy& policy, char fill) {
     std::vector<char> src(1000 + i, fill), dst(1000 + i, 0);
     auto job = std::make_shared<Job>(static_cast<int64_t>(src.size()), inflight);
     const Direction way = i % 2 ? Direction::kH2D : Direction::kD2H;
-    engine.submit(job, {way, dst.data(), src.data(), job->bytes(), -1, nullptr});
+    Copy copy;
+    copy.direction = way;
+    copy.parts = {{dst.data(), src.data(), job->bytes()}};
+    engine.submit(job, copy);
     std::thread other([&] { expect(job->wait(policy, kLong), "second waiter"); });
     expect(job->wait(policy, kLong) && !job->failure(), "copy");
     other.join();
@@ -75,7 +78,7 @@ int main() {
   simulate_pinning(true);
   for (const auto mode : {WaitPolicy::kPoll, WaitPolicy::kSpin, WaitPolicy::kBlock}) {
     const WaitPolicy policy{mode, 10, 10};
-    CopyEngine engine(4096);
+    CopyEngine engine(4096, 8192, policy);
     IoPool pool(3, 8192);
     auto host = std::make_shared<HostPool>(20000);
     std::vector<std::thread> threads;

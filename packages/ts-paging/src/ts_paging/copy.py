@@ -203,7 +203,29 @@ class CopyEngine:
         self.close()
 
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
 def _check(name: str, dst: torch.Tensor, src: torch.Tensor, host: torch.Tensor, host_name: str) -> None:
+    usual = (
+        type(dst) in _PLAIN
+        and type(src) in _PLAIN
+        and host.is_cpu
+        and (dst.is_cuda or src.is_cuda)
+        and dst.dtype == src.dtype
+        and dst.shape == src.shape
+        and dst.is_contiguous()
+        and src.is_contiguous()
+        and not (src.is_neg() or src.is_conj() or dst.is_neg() or dst.is_conj())
+    )
+    if not usual:
+        _check_closely(name, dst, src, host, host_name)
+
+
+def _check_closely(
+    name: str, dst: torch.Tensor, src: torch.Tensor, host: torch.Tensor, host_name: str
+) -> None:
+    """Say what is wrong, if anything is."""
     op = f"CopyEngine.{name}"
     for argument, tensor in (("dst", dst), ("src", src)):
         if not isinstance(tensor, torch.Tensor):
@@ -237,24 +259,12 @@ def _check_many(
     hosts: list[torch.Tensor],
     hosts_name: str,
 ) -> None:
-    """Refuse what `_check` refuses; only what may be wrong takes the long way, which says what is."""
+    """Refuse what `_check` refuses, numbers that differ, and more than one device."""
     if len(dsts) != len(srcs):
         raise ArgumentError(message(f"CopyEngine.{name}", "dsts", f"{len(srcs)} tensors", f"{len(dsts)}"))
     device: torch.device | None = None
     for dst, src, host in zip(dsts, srcs, hosts, strict=True):
-        usual = (
-            type(dst) in _PLAIN
-            and type(src) in _PLAIN
-            and host.is_cpu
-            and dst.is_cpu != src.is_cpu
-            and dst.dtype == src.dtype
-            and dst.shape == src.shape
-            and dst.is_contiguous()
-            and src.is_contiguous()
-            and not (src.is_neg() or src.is_conj() or dst.is_neg() or dst.is_conj())
-        )
-        if not usual:
-            _check(name, dst, src, host, hosts_name)
+        _check(name, dst, src, host, hosts_name)
         there = src.device if host is dst else dst.device
         if device is not None and there != device:
             given = f"one on {there}"
@@ -262,9 +272,6 @@ def _check_many(
                 message(f"CopyEngine.{name}", "dsts and srcs", f"tensors on {device}", given)
             )
         device = there
-
-
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class _Joined:

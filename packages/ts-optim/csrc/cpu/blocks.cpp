@@ -235,9 +235,19 @@ struct Update {
   Found found{x};
 
   template <typename O>
+  TS_ALWAYS_INLINE void prefetch_next(int64_t i) const {
+    constexpr int kBytes = M == Moments::kF32 ? 4 : M == Moments::kBF16 ? 2 : 1;
+    prefetch<O, 4>(t.param, i, kBlock);
+    prefetch<O, G == Kind::kF32 ? 4 : 2>(t.grad, i, kBlock);
+    prefetch<O, kBytes>(t.m, i, kBlock);
+    prefetch<O, kBytes>(t.v, i, kBlock);
+  }
+
+  template <typename O>
   TS_ALWAYS_INLINE Updated<O> update(int64_t k) {
     using V = typename O::V;
     const int64_t i = begin + k;
+    prefetch_next<O>(i);
     V p = O::load(weights + k);
     const V before = p;
     const V g = load_as_float<O, G>(t.grad, i);

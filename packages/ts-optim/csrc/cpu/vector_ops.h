@@ -251,6 +251,19 @@ using Ops = ScalarOps;
 
 }  // namespace
 
+// Asks for the bytes that vector i of a stream of BYTES an element has `ahead` elements on, once a
+// cache line. Streams of a few hundred bytes a block are too short for the hardware to see them
+// come.
+template <typename O, int BYTES>
+static inline void prefetch(const void* base, int64_t i, int64_t ahead) {
+#if defined(__GNUC__)
+  constexpr int64_t kLine = 64;
+  if constexpr (O::kWidth > 1)
+    if (BYTES * O::kWidth >= kLine || i * BYTES % kLine == 0)
+      __builtin_prefetch(static_cast<const char*>(base) + (i + ahead) * BYTES);
+#endif
+}
+
 // The item that element or piece `at` of the concatenation belongs to: begins[i] <= at <
 // begins[i+1].
 static inline int64_t find_item(const int64_t* begins, int64_t count, int64_t at) {

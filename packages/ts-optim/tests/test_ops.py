@@ -214,6 +214,25 @@ def test_an_edited_low_copy_wins_over_its_master(device, low_dtype):
     assert tensors["params"][0].tolist() == torch.where(torch.arange(33) % 3 == 1, 7.0, master).tolist()
 
 
+@pytest.mark.parametrize("isa", isas())
+@pytest.mark.parametrize("low_dtype", [torch.bfloat16, torch.float16])
+@given(seed=st.integers(0, 10**6), away=st.integers(-2, 2))
+def test_a_low_copy_is_edited_exactly_when_it_is_not_the_rounding(isa, low_dtype, seed, away):
+    _C.set_isa(isa)
+    bits = torch.randint(-(2**31), 2**31, (512,), generator=torch.Generator().manual_seed(seed))
+    bits[::4] = bits[::4] >> 16 << 16 | 0x8000  # ties
+    bits[1::4] = bits[1::4] >> 16 << 16 | 0x7FFF + bits[1::4] % 3
+    bits[:8] = torch.tensor([0, -(2**31), 0x7F7FFFFF, 0x7F800000, 0x7FFFFFFF, 0x7FC00000, 1, -(2**31) + 1])
+    param = bits.int().view(torch.float32)
+    rounded = param.to(low_dtype)
+    low = (rounded.view(torch.int16) + away).view(low_dtype)
+    want = torch.where(low.view(torch.int16) == rounded.view(torch.int16), param, low.float())
+    hyper = torch.tensor([[0.0, 0.9, 0.999, 1e-8, 0.0]], dtype=torch.float64)
+    zeros = [torch.zeros(512) for _ in range(3)]
+    adamw_step_([param], *([z] for z in zeros), [torch.tensor(0.0)], [low], hyper, [0], reconcile=True)
+    torch.testing.assert_close(param, want, rtol=0, atol=0, equal_nan=True)
+
+
 @pytest.mark.parametrize("device", devices())
 @given(sizes=st.lists(SIZES, min_size=1, max_size=5), dtype=DTYPES, seed=st.integers(0, 1000))
 def test_sum_of_squares_is_the_float64_one(device, sizes, dtype, seed):

@@ -172,6 +172,15 @@ def test_a_read_that_fails_is_told_and_leaves_everything(files):
         raise AssertionError("not reached")
     assert files._leased.used == 0
     assert torch.equal(mapped, torch.ones(5000))
+    _C.fail_io_after(0, errno.EIO)
+    lease = files.lease([mapped])
+    with pytest.raises(StorageError, match="reading"):
+        lease.tensors()
+    assert torch.equal(lease.tensors()[0], mapped)  # asked again, it is read again
+    lease.tensors()[0].fill_(3)
+    lease.write_back()
+    lease.close()
+    assert torch.equal(direct(mapped), torch.full((5000,), 3.0))
 
 
 def test_leases_wait_for_each_other_and_never_take_more_than_their_share(files):

@@ -109,16 +109,33 @@ class Piece:
         self.copy: Tensor = tensor
         self.reading: DiskTicket | None = None
         self.writing: DiskTicket | None = None
-        self.settled = False
+        self.filled = self.settled = False
 
     def start(self, memory: LeaseMemory) -> None:
         """Start reading."""
         if self.files is None:
             return
         self.buffer = memory.buffer(self.tensor.nbytes)
-        flat = self.buffer[: self.tensor.nbytes]
-        self.reading = self.files.store.read_part(self.key, self.offset, flat)
-        self.copy = layout_of(self.tensor).view(flat)
+        self.copy = layout_of(self.tensor).view(self.buffer[: self.tensor.nbytes])
+        self._read()
+
+    def _read(self) -> None:
+        assert self.files is not None
+        self.reading = self.files.store.read_part(self.key, self.offset, flat_bytes(self.copy))
+
+    def finish_reading(self) -> None:
+        """Wait for the read; one that failed can be asked for again."""
+        if self.files is None or self.filled:
+            return
+        if self.reading is None:
+            self._read()
+        assert self.reading is not None
+        try:
+            self.reading.wait()
+        except StorageError:
+            self.reading = None
+            raise
+        self.reading, self.filled = None, True
 
     def start_writing(self) -> None:
         """Start writing back."""
@@ -196,12 +213,10 @@ class Lease:
         """Wait for the reads and return the copies.
 
         Raises:
-            StorageError: A file cannot be read.
+            StorageError: A file cannot be read; called again, it is read again.
         """
         for piece in self._pieces:
-            if piece.reading is not None:
-                piece.reading.wait()
-                piece.reading = None
+            piece.finish_reading()
         return [piece.copy for piece in self._pieces]
 
     def write_back(self) -> None:

@@ -240,8 +240,23 @@ SEQUENCES = {
 # -- running and comparing -------------------------------------------------------------------------------
 
 
+def sum_in_fp32(p):
+    """Let a 16-bit parameter's gradients add up in fp32 from the second on."""
+
+    def widen(grad):
+        if p.grad is not None and p.grad.dtype is not torch.float32:
+            before, p.grad = p.grad, None
+            p.grad_dtype = None
+            p.grad = before.float()
+
+    p.register_hook(widen)
+
+
 class HostOptimizer:
-    """An optimizer that steps copies of a model's weights on the host, as that of a paged model does."""
+    """An optimizer that steps copies of a model's weights on the host, as that of a paged model does.
+
+    Gradients are summed as `wrap()` has them summed for an `OffloadAdamW`, and as torch does for others.
+    """
 
     def __init__(self, model, make):
         self._pairs = [
@@ -249,6 +264,10 @@ class HostOptimizer:
             for p in model.parameters()
         ]
         self.inner = make([twin for _, twin in self._pairs])
+        for p, twin in self._pairs if isinstance(self.inner, OffloadAdamW) else ():
+            if p.requires_grad and p.dtype.itemsize == 2:
+                sum_in_fp32(p)
+                twin.grad_dtype = None
 
     def zero_grad(self):
         for p, _ in self._pairs:
@@ -275,7 +294,7 @@ def adamw(parameters):
 
 def offload_adamw(parameters):
     trained = [p for p in parameters if p.requires_grad]
-    return OffloadAdamW(trained, lr=1e-2, accumulation_steps=None)
+    return OffloadAdamW(trained, lr=1e-2, accumulation_steps=None, accumulate_fp32=True)
 
 
 @dataclasses.dataclass

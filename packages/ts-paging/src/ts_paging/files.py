@@ -27,6 +27,7 @@ from . import _C
 from .disk import DiskStore, DiskTicket
 from .layout import Layout, copy_exactly, flat_bytes, is_dense, layout_of
 from .leases import Lease, LeaseMemory, Piece
+from .ring import Arrival, ReadRing
 from .spans import FileSpan
 
 __all__ = ["FileSpan", "FileTensors", "locate"]
@@ -61,6 +62,23 @@ def _find(tensor: Tensor) -> tuple[FileTensors, str, int] | None:
     found = _mapped.get(number) if number else None
     files = found[0]() if found is not None else None
     return (files, found[1], offset) if files is not None and found is not None else None
+
+
+class _Source:
+    """A key's bytes, for the ring."""
+
+    def __init__(self, store: DiskStore, key: str, span: FileSpan | None) -> None:
+        self._store, self._key, self._span = store, key, span
+        self.lead = 0 if span is None else span.offset % _C.direct_align
+        self.room = (
+            store.nbytes_of(key) if span is None else span.file.identity.nbytes - span.offset + self.lead
+        )
+
+    def read(self, offset: int, out: Tensor) -> DiskTicket:
+        if self._span is None:
+            return self._store.read_part(self._key, offset, out)
+        span = self._span
+        return self._store.read_span(FileSpan(span.file, span.offset - self.lead + offset, out.numel()), out)
 
 
 class FileTensors:
@@ -103,6 +121,7 @@ class FileTensors:
         self._table_lock = threading.RLock()
         self._writing: deque[tuple[DiskTicket, int]] = deque()
         self._leased = LeaseMemory(parse_bytes(lease_bytes, name="lease_bytes"))
+        self._ring = ReadRing()
         self.adopted_bytes = 0
 
     @property
@@ -278,6 +297,19 @@ class FileTensors:
             return self._store.read_span(span, flat_bytes(out))
         return self._store.read_async(key, flat_bytes(out))
 
+    def bring(self, key: str, target: Tensor) -> Arrival:
+        """Start bringing a file to a device, through a ring of 32 MiB of host memory at most.
+
+        Args:
+            key: From `key_of`.
+            target: Dense tensor of as many bytes, on a device; it is written after the work that the current
+                stream holds now.
+
+        Returns:
+            What to wait for; raises StorageError then if the file cannot be read.
+        """
+        return self._ring.bring(_Source(self._store, key, self._spans.get(key)), target)
+
     def write_async(self, target: Tensor, value: Tensor) -> DiskTicket:
         """Start giving a tensor of a file a new value, past the mapping; waits while much is under way.
 
@@ -384,3 +416,4 @@ class FileTensors:
             self._spans.clear()
             self.adopted_bytes = 0
         self._store.close()
+        self._ring.close()

@@ -359,14 +359,7 @@ class WeightPager:
         if cpu:
             ticket = files.read_async(key, target)
             return target, lambda: _done(ticket)
-        staged = registry.host_allocator().empty(source.nbytes).view(source.dtype).view(source.shape)
-        ticket = files.read_async(key, staged)
-
-        def arrive() -> None:
-            ticket.wait()
-            registry.copy_engine().h2d(target, staged).wait_stream()
-
-        return target, arrive
+        return target, files.bring(key, target).wait_stream
 
 
 def _slot_of(block: PagedBlock) -> Slot:

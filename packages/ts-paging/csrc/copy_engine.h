@@ -15,6 +15,7 @@
 
 #include "device.h"
 #include "job.h"
+#include "staging.h"
 
 namespace ts::paging {
 
@@ -78,11 +79,16 @@ class Lane {
   void advance();
   bool has_room();
   bool hand_over(const OrderPtr& order);
-  Part next_piece(Order& order) const;
+  Part next_piece(Order& order, int64_t most) const;
   void wake();
 
   void loop();
   void run_pageable(const OrderPtr& order);
+  void run_directly(Order& order);
+  void stage_up(Order& order);
+  void stage_down(Order& order);
+  void order_stream(const Order& order);
+  void wait_here(const Order& order) const;
   void wait_for(const DeviceEvent& event) const;
 
   const int device_;
@@ -91,6 +97,8 @@ class Lane {
   const int64_t window_limit_;
   const WaitPolicy policy_;
   std::unique_ptr<device::Stream> stream_;  // null on the CPU
+  std::unique_ptr<Staging> staging_;        // of the thread alone, from the first use on
+  bool staging_refused_ = false;
   std::mutex mutex_;
   std::condition_variable wake_;
   std::list<OrderPtr> queue_;  // by priority, then number

@@ -13,6 +13,9 @@ namespace ts::paging {
 struct HostPool {
   explicit HostPool(int64_t budget) : budget_bytes(budget) {}
   const int64_t budget_bytes;
+  // In pinned_bytes() of the process, and among the locks that the test hook refuses. Set before
+  // the first block.
+  bool counted = true;
   std::atomic<int64_t> pinned_bytes{0};
   std::atomic<int64_t> pageable_bytes{0};
 };
@@ -31,7 +34,7 @@ HostBlock allocate_host(std::shared_ptr<HostPool> pool, int64_t bytes, bool pin,
                         std::string* refused);
 void free_host(const HostBlock& block);
 
-// Bytes page-locked by all pools of this process, now.
+// Bytes page-locked by all counted pools of this process, now.
 int64_t pinned_bytes();
 
 // Test hooks: let `n` more page locks succeed, then refuse one (n < 0: none). With simulation on,

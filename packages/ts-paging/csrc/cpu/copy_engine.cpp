@@ -6,6 +6,8 @@
 #include <chrono>
 #include <exception>
 #include <limits>
+#include <stdexcept>
+#include <string>
 
 namespace ts::paging {
 namespace {
@@ -140,14 +142,15 @@ bool Lane::has_room() {
   return window_bytes_ < window_limit_;
 }
 
-Part Lane::next_piece(Order& order) const {
+// The next `most` bytes or less of what is left; none at the end.
+Part Lane::next_piece(Order& order, int64_t most) const {
   while (order.part < order.copy.parts.size() && order.at == order.copy.parts[order.part].bytes) {
     ++order.part;
     order.at = 0;
   }
   if (order.part == order.copy.parts.size()) return {};
   const Part& part = order.copy.parts[order.part];
-  const int64_t bytes = std::min(chunk_, part.bytes - order.at);
+  const int64_t bytes = std::min(most, part.bytes - order.at);
   const Part piece{static_cast<char*>(part.dst) + order.at,
                    static_cast<const char*>(part.src) + order.at, bytes};
   order.at += bytes;
@@ -158,15 +161,13 @@ Part Lane::next_piece(Order& order) const {
 bool Lane::hand_over(const OrderPtr& order) {
   try {
     if (!order->begun) {
-      device::make_wait(device_, stream_->get(), order->ready);
-      for (const DeviceEvent& event : order->copy.after)
-        device::make_wait(device_, stream_->get(), event);
+      order_stream(*order);
       order->begun = true;
     }
     int64_t handed = 0;
     bool last = false;
     while (!last && handed < chunk_) {
-      const Part piece = next_piece(*order);
+      const Part piece = next_piece(*order, chunk_);
       last = piece.bytes == 0;
       if (!last) stream_->copy(piece.dst, piece.src, piece.bytes, to_device_);
       handed += piece.bytes;
@@ -200,7 +201,7 @@ void Lane::loop() {
     const OrderPtr next = pick();
     if (device_ < 0) {
       // A chunk at a time: what is promoted meanwhile passes the rest.
-      const Part piece = next_piece(*next);
+      const Part piece = next_piece(*next, chunk_);
       if (piece.bytes == 0) {
         drop(next);
         next->job->complete();
@@ -227,18 +228,82 @@ void Lane::loop() {
   }
 }
 
-// With pageable memory the call blocks while the driver stages the bytes.
+// Ordinary memory goes through the staging buffers; if there are none, the call blocks while the
+// driver stages the bytes.
 void Lane::run_pageable(const OrderPtr& order) {
   try {
-    device::make_wait(device_, stream_->get(), order->ready);
-    for (const DeviceEvent& event : order->copy.after)
-      device::make_wait(device_, stream_->get(), event);
-    for (Part piece = next_piece(*order); piece.bytes > 0; piece = next_piece(*order))
-      stream_->copy(piece.dst, piece.src, piece.bytes, to_device_);
-    order->job->submit_event(device::record(device_, stream_->get()));
+    if (!staging_ && !staging_refused_) {
+      staging_ = Staging::make(device_);
+      staging_refused_ = !staging_;
+    }
+    if (!staging_)
+      run_directly(*order);
+    else if (to_device_)
+      stage_up(*order);
+    else
+      stage_down(*order);
   } catch (const std::exception& error) {
     order->job->fail(device_failure(error));
   }
+}
+
+void Lane::order_stream(const Order& order) {
+  device::make_wait(device_, stream_->get(), order.ready);
+  for (const DeviceEvent& event : order.copy.after)
+    device::make_wait(device_, stream_->get(), event);
+}
+
+// For bytes that the host reads, not the device: what they wait for has to be over.
+void Lane::wait_here(const Order& order) const {
+  wait_for(order.ready);
+  for (const DeviceEvent& event : order.copy.after) wait_for(event);
+}
+
+void Lane::run_directly(Order& order) {
+  if (to_device_) wait_here(order);
+  order_stream(order);
+  for (Part piece = next_piece(order, chunk_); piece.bytes > 0; piece = next_piece(order, chunk_))
+    stream_->copy(piece.dst, piece.src, piece.bytes, to_device_);
+  order.job->submit_event(device::record(device_, stream_->get()));
+}
+
+void Lane::stage_up(Order& order) {
+  wait_here(order);
+  order_stream(order);
+  DeviceEvent last;
+  const int64_t most = std::min(chunk_, Staging::kBytes);
+  for (Part piece = next_piece(order, most); piece.bytes > 0; piece = next_piece(order, most)) {
+    Staging::Buffer& buffer = staging_->next();
+    if (buffer.used) wait_for(buffer.used);
+    staging_->copy(buffer.data, piece.src, piece.bytes);
+    stream_->copy(piece.dst, buffer.data, piece.bytes, true);
+    buffer.used = last = device::record(device_, stream_->get());
+  }
+  order.job->submit_event(std::move(last));
+}
+
+void Lane::stage_down(Order& order) {
+  order_stream(order);
+  std::deque<std::pair<Part, DeviceEvent>> arriving;
+  const auto empty_oldest = [&] {
+    const auto [piece, event] = arriving.front();
+    arriving.pop_front();
+    wait_for(event);
+    std::string error;
+    if (device::query(event, &error) < 0) throw std::runtime_error("[copy] CUDA: " + error);
+    staging_->copy(piece.dst, piece.src, piece.bytes);
+  };
+  const int64_t most = std::min(chunk_, Staging::kBytes);
+  for (Part piece = next_piece(order, most); piece.bytes > 0; piece = next_piece(order, most)) {
+    if (arriving.size() == Staging::kCount) empty_oldest();
+    Staging::Buffer& buffer = staging_->next();
+    if (buffer.used) wait_for(buffer.used);
+    stream_->copy(buffer.data, piece.src, piece.bytes, false);
+    buffer.used = device::record(device_, stream_->get());
+    arriving.push_back({{piece.dst, buffer.data, piece.bytes}, buffer.used});
+  }
+  while (!arriving.empty()) empty_oldest();
+  order.job->complete();
 }
 
 void Lane::wait_for(const DeviceEvent& event) const {

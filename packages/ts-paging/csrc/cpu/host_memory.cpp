@@ -59,14 +59,14 @@ std::string page_lock(HostPool& pool, void* data, int64_t bytes, int device) {
     return "over the page-lock budget of " + std::to_string(pool.budget_bytes) + " bytes";
   }
   std::string refused;
-  if (locks_until_failure.hit())
+  if (pool.counted && locks_until_failure.hit())
     refused = "refused by a test hook";
   else if (!simulated.load())
     refused = device::pin(data, bytes, device);
-  if (refused.empty())
-    pinned_total += bytes;
-  else
+  if (!refused.empty())
     pool.pinned_bytes -= bytes;
+  else if (pool.counted)
+    pinned_total += bytes;
   return refused;
 }
 
@@ -103,7 +103,7 @@ void free_host(const HostBlock& block) {
   if (block.pinned) {
     // In a forked child CUDA is out of reach, and the lock is the parent's.
     if (block.owner == getpid() && !simulated.load()) device::unpin(block.data);
-    pinned_total -= block.bytes;
+    if (block.pool->counted) pinned_total -= block.bytes;
     block.pool->pinned_bytes -= block.bytes;
   } else {
     block.pool->pageable_bytes -= block.bytes;

@@ -2,6 +2,7 @@
 
 #include <string.h>
 
+#include <atomic>
 #include <condition_variable>
 #include <deque>
 #include <functional>
@@ -83,6 +84,7 @@ std::vector<const void*> seen;
 const char* pageable_begin = nullptr;
 const char* pageable_end = nullptr;
 ts::paging::Countdown transfers_until_failure;
+std::atomic<bool> refusing{false};
 
 Event* event_of(const ts::paging::DeviceEvent& event) { return static_cast<Event*>(event.get()); }
 
@@ -118,13 +120,14 @@ void set_pageable(const void* data, int64_t bytes) {
   pageable_begin = static_cast<const char*>(data);
   pageable_end = pageable_begin + bytes;
 }
+void refuse_pinning(bool on) { refusing = on; }
 void fail_transfer_after(int64_t n) { transfers_until_failure.set(n); }
 
 }  // namespace fake
 
 namespace ts::paging::device {
 
-std::string pin(void*, int64_t, int) { return ""; }
+std::string pin(void*, int64_t, int) { return refusing ? "refused" : ""; }
 void unpin(void*) {}
 bool is_pinned(const void* data, int64_t, int) { return !pageable(data); }
 int query(const DeviceEvent& event, std::string*) { return event_of(event)->reached() ? 1 : 0; }

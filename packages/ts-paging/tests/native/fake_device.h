@@ -29,6 +29,9 @@ void forget_transfers();
 // Host memory [data, data + bytes) is not page-locked: a transfer blocks its caller.
 void set_pageable(const void* data, int64_t bytes);
 
+// Page-locking is refused from now on.
+void refuse_pinning(bool on);
+
 // Lets `n` more transfers go well, then has the call for one throw (n < 0: none).
 void fail_transfer_after(int64_t n);
 

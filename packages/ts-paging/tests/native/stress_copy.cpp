@@ -122,6 +122,38 @@ void a_pageable_copy_is_passed_too(const WaitPolicy& policy) {
   fake::set_pageable(nullptr, 0);
 }
 
+void pageable_memory_goes_both_ways(const WaitPolicy& policy, bool refused, int64_t chunk) {
+  const int64_t bytes = (int64_t{21} << 20) + 12345;
+  std::vector<char> src(static_cast<size_t>(bytes)), there(src.size()), back(src.size());
+  std::mt19937 chance(7);
+  for (char& each : src) each = static_cast<char>(chance());
+  std::vector<char> expected = src;
+  fake::refuse_pinning(refused);
+  CopyEngine engine(chunk, 4 * chunk, policy);
+  fake::Gate gate;
+  fake::set_pageable(src.data(), bytes);
+  gate.close();
+  const Started up =
+      start(engine, {{there.data(), src.data(), 5}, {there.data() + 5, src.data() + 5, bytes - 5}},
+            0, 0, gate.stream());
+  // What the stream held when the copy was issued may still write its source.
+  src[0] = expected[0] = 'y';
+  gate.open();
+  finish(up, policy);
+  expect(there == expected, "bytes from pageable memory");
+  fake::set_pageable(back.data(), bytes);
+  Copy out;
+  out.direction = Direction::kD2H;
+  out.parts = {{back.data(), there.data(), bytes}};
+  out.device = 0;
+  const auto down = std::make_shared<Job>(bytes);
+  engine.submit(down, out);
+  expect(down->wait(policy, kLong) && !down->failure(), "to pageable memory");
+  expect(back == expected, "bytes to pageable memory");
+  fake::set_pageable(nullptr, 0);
+  fake::refuse_pinning(false);
+}
+
 void a_copy_waits_for_others(const WaitPolicy& policy) {
   std::vector<char> device(500, 'd'), host(500), back(500);
   CopyEngine engine(kChunk, 10 * kChunk, policy);
@@ -242,6 +274,11 @@ int main() {
     what_is_needed_passes_what_is_queued(policy);
     nothing_passes_what_it_shares_memory_with(policy);
     a_pageable_copy_is_passed_too(policy);
+    set_staging_threads(3);
+    pageable_memory_goes_both_ways(policy, false, int64_t{32} << 20);
+    set_staging_threads(0);
+    pageable_memory_goes_both_ways(policy, false, 1 << 20);
+    pageable_memory_goes_both_ways(policy, true, 1 << 20);
     a_copy_waits_for_others(policy);
     a_failure_is_told_by_its_job(policy);
     CopyEngine engine(kChunk, 3 * kChunk, policy);

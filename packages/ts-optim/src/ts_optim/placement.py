@@ -16,7 +16,8 @@ PlacePolicy = Callable[[torch.Tensor], Place]
 class StateMemory(Protocol):
     """Gives memory for state: files mapped into memory, for instance.
 
-    It may also have `drop(tensor)`, called with a tensor made of its memory that is needed no more.
+    It may also have `drop(tensor)`, called with a tensor made of its memory that is needed no more;
+    `gives_zeros`, True if new memory is zeros; `lease`, see `ts_optim.leased`.
     """
 
     def empty(self, nbytes: int) -> torch.Tensor:

@@ -263,6 +263,13 @@ class StateMaker:
             self._homes[made] = memory
         return made
 
+    def _zeros(
+        self, param: torch.Tensor, dtype: torch.dtype, place: Place, *, scales: bool = False
+    ) -> torch.Tensor:
+        """Make zeros; what is zeros already (a new file) is not written through its pages."""
+        made = self._empty(param, dtype, place, scales=scales)
+        return made if getattr(self.home(made), "gives_zeros", False) else made.zero_()
+
     def _fit(
         self,
         t: Any,
@@ -335,10 +342,10 @@ class StateMaker:
             new["step"] = fresh_step(0.0)
             moments = dtype if dtype is torch.float64 else self._moments
             for name in _MOMENT_NAMES:
-                new[name] = self._empty(param, moments, place).zero_()
+                new[name] = self._zeros(param, moments, place)
             if moments is torch.uint8:
                 for name in _SCALE_NAMES:
-                    new[name] = self._empty(param, torch.float32, place, scales=True).zero_()
+                    new[name] = self._zeros(param, torch.float32, place, scales=True)
         else:
             missing = {"step", "exp_avg", "exp_avg_sq"} - old.keys()
             if missing:

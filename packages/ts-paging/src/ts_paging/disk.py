@@ -139,6 +139,7 @@ class DiskStore:
         self._made = 0
         self._used = 0
         self._folder = PrivateFolder(directory)
+        self._tries_direct = direct
         self.direct = direct and _C.takes_direct_io(self._folder.descriptor)
         name = os.environ.get("TRAINSTREAM_IO", "").strip() or "auto"
         backend = _BACKENDS[choice("environment variable TRAINSTREAM_IO", name, tuple(_BACKENDS))]
@@ -397,7 +398,14 @@ class DiskStore:
         with self._lock:
             self._expect_open("read_span")
             native = self._native.submit(
-                False, _AT_FDCWD, span.file.name, span.path, out, span.offset, self.direct, span.file.identity
+                False,
+                _AT_FDCWD,
+                span.file.name,
+                span.path,
+                out,
+                span.offset,
+                self._tries_direct,  # its file system may be another one; the native half finds out
+                span.file.identity,
             )
             return DiskTicket(native, out)
 

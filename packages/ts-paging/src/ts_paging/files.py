@@ -86,6 +86,7 @@ class FileTensors:
 
     Attributes:
         adopted_bytes: Bytes of other files that are used where they are.
+        gives_zeros: What `empty` returns is zeros, without a write.
 
     Example:
         >>> files = FileTensors()
@@ -94,6 +95,8 @@ class FileTensors:
         tensor([0., 1., 2., 3.])
         >>> files.close()
     """
+
+    gives_zeros = True
 
     def __init__(
         self,

@@ -203,7 +203,11 @@ def tuner_of(model, budgets, **options):
     want = asked(checked, len(inventory.blocks), cpu=False)
     bounds = Limits(budgets, None, lambda: 0, budgets.device)
     pager = WeightPager(torch.device("cpu"))
-    return Tuner(pager, inventory, decided, want, Tiers(CUDA, None, None), bounds, options=checked), decided
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("trainstream._tuner.link_rate", lambda device: 5e10)
+        return Tuner(
+            pager, inventory, decided, want, Tiers(CUDA, None, None), bounds, options=checked
+        ), decided
 
 
 @given(st.floats(0, 6), st.booleans(), st.booleans())

@@ -199,8 +199,10 @@ class Inventory:
             # A foreign optimizer keeps its state in RAM wherever the weight is.
             paged += stored(parameter) + grad + (state if ours else 0)
             foreign += 0 if ours or on_host else state
-            # A loss in chunks adds up the gradient of the head piece by piece.
-            scratch += 2 * grad if unit.group.kind == "head" else grad
+            # A loss in chunks adds up the gradient of the head piece by piece; one that several modules use
+            # waits for the share of the last of them.
+            twice = unit.group.kind == "head" or len(self._holders[id(parameter)]) > 1
+            scratch += 2 * grad if twice else grad
         fixed = sum(stored(p) + sum(_training_bytes(p, held, beside, moments)[:2]) for p in unit.fixed)
         device -= foreign
         around = unit.group.kind != "block" and all(gathers(module) for _, module in unit.modules)

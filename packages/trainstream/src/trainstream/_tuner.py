@@ -10,6 +10,7 @@ and with room for everything, only the optimizer's state comes back. None of thi
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import time
 from collections.abc import Iterable
@@ -115,8 +116,11 @@ class Tuner:
                 pager.blocks, want.fallback, limits.used, hard, limits.room, relief
             )
         pager.governor = self.governor
-        if self.governor is not None:
-            self.governor.hold = not self._cpu
+        self._rate: float | None = None
+        if self.governor is not None and not self._cpu:
+            self.governor.hold = True
+            with contextlib.suppress(torch.OutOfMemoryError):
+                self._rate = link_rate(tiers.device)  # now, before the first step takes all there is
         self._since = (0.0, 0)
         forced = iter(want.paged)
         self._forced = [next(forced) if unit.group.kind == "block" else None for unit in inventory.units]
@@ -193,15 +197,14 @@ class Tuner:
         Room then goes to weights and to the optimizer's state first: a byte of either saves more time than a
         byte of activations.
         """
-        if self._settling:
+        if self._settling or self._rate is None:
             return True
         since, moved = self._since
         seconds = time.perf_counter() - since
-        rate = link_rate(self._tiers.device)
-        share = (self._pager.host_bytes - moved) / rate / seconds
+        share = (self._pager.host_bytes - moved) / self._rate / seconds
         session.decide(
-            f"weights or activations: the link ({rate / 1e9:.1f} GB/s) was busy for {share:.0%} of a step: "
-            f"{'weights' if share > _LINK_BOUND else 'activations'} have the room first"
+            f"weights or activations: {'weights' if share > _LINK_BOUND else 'activations'} have the room "
+            f"first, as the link ({self._rate / 1e9:.1f} GB/s) was busy for {share:.0%} of a step"
         )
         return share > _LINK_BOUND
 

@@ -49,9 +49,9 @@ class _Bind(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[None, None, None]:
         refuse_create_graph(ctx.block)
-        for index, grad in zip(ctx.trained, grads, strict=True):
-            if grad is not None:
-                ctx.block.pager.sink.add(ctx.block.parameters[index], grad)
+        block = ctx.block
+        pairs = zip(ctx.trained, grads, strict=True)
+        block.pager.sink.add_all([(block.parameters[i], grad) for i, grad in pairs if grad is not None])
         return None, None, None
 
 
@@ -280,6 +280,7 @@ class PagedBlock:
             if now is before:
                 continue
             self.parameters[index] = now
+            self.pager.sink.renamed(before, now)
             entry = guard_of(before)
             if entry is not None and type(now) in (nn.Parameter, GuardedParameter):
                 guard(now, self.pager.sink.divert).rank = entry.rank

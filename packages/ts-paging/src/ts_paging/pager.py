@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -134,6 +135,8 @@ class WeightPager:
         # What is used first is updated first; a tied weight is due when the first of its modules computes.
         ranks = {id(edge): len(self.blocks) if edge.name in tail else -1 for edge in self.edges}
         ranks.update({id(block): index for index, block in enumerate(self.blocks)})
+        uses = collections.Counter(id(p) for b in [*self.blocks, *self.edges] for p in b.parameters)
+        self.sink.shared = {key for key, count in uses.items() if count > 1}
         for block in sorted([*self.blocks, *self.edges], key=lambda b: -ranks[id(b)]):
             for parameter in block.parameters:
                 if type(parameter) is nn.Parameter or guard_of(parameter) is not None:
@@ -276,7 +279,9 @@ class WeightPager:
 
     def _comes(self, block: PagedBlock, backward: bool) -> bool:
         """Whether a block's weights are to be brought now, ahead of their use."""
-        if _slot_of(block).owner is block and (backward or not block.stale()):
+        there = _slot_of(block).owner
+        here = there is not None and (there is block or block.same_weights(there))
+        if there is not None and here and (backward or not there.stale()):
             return False
         if self.device.type == "cpu" and not block.in_files():
             return False

@@ -4,6 +4,9 @@ Contributions of one backward pass to one Parameter are summed in the order they
 them for an ordinary leaf, and the sum is added to ``p.grad`` once, at the end of the pass. So after
 ``backward()`` returns, ``p.grad`` is a real tensor on the host with the bits it would have had.
 
+Contributions to a Parameter that several modules use, such as a tied embedding, wait on the device for each
+other and leave as one: the last of them comes at the very end, and a sum on the host would come on top.
+
 A gradient can be measured where it is, before it leaves: on a device that costs next to nothing, while
 whoever clips by the global norm would have to read all gradients again from host memory.
 """
@@ -19,10 +22,10 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
-from ts_core import registry
 from ts_core.guard import guard_of
 from ts_core.registry import CopyTicket
 
+from .copy import d2h_many
 from .disk import DiskTicket
 from .files import locate
 from .layout import is_dense
@@ -69,16 +72,23 @@ class _Squares(NamedTuple):
 
 
 class _Part:
-    """A contribution: its host buffer, the copy under way, and its sum of squares if it is measured."""
+    """A contribution: its host buffer, the copy under way, and its sum of squares if it is measured.
 
-    __slots__ = ("from_device", "host", "squares", "ticket")
+    One that waits on the device has no buffer yet, but the gradient and the stream that it was made on.
+    """
 
-    def __init__(self, host: Tensor, ticket: CopyTicket | DiskTicket | None, from_device: bool) -> None:
-        self.host, self.ticket, self.from_device = host, ticket, from_device
+    __slots__ = ("from_device", "held", "host", "squares", "stream", "ticket")
+
+    def __init__(self, host: Tensor | None, ticket: CopyTicket | DiskTicket | None) -> None:
+        self.host, self.ticket = host, ticket
+        self.from_device = False
+        self.held: Tensor | None = None
+        self.stream: Any = None
         self.squares: _Squares | None = None
 
 
 _Parts = dict[int, tuple[nn.Parameter, list[_Part]]]
+_Batch = list[tuple[_Part, Tensor, Tensor]]  # a part, where it goes, and what leaves the device
 
 
 class _Pass:
@@ -103,6 +113,7 @@ class GradientSink:
 
     Attributes:
         d2h_bytes: Bytes that left a device so far.
+        shared: ids of Parameters that several modules use.
         square_sum: Measures gradients before they leave, or None; see `__init__`.
     """
 
@@ -122,6 +133,7 @@ class GradientSink:
         self._lock = threading.Lock()
         # With each buffer, how many hold its memory when nobody else does: a view has a base that does, too.
         self._spare: dict[int, list[tuple[Tensor, int]]] = {}
+        self.shared: set[int] = set()
         self.d2h_bytes = 0
 
     def divert(self, parameter: nn.Parameter, grad: Tensor) -> None:
@@ -156,45 +168,90 @@ class GradientSink:
             if under_way is None:
                 self._passes[task] = under_way = _Pass(self)
                 torch.autograd.Variable._execution_engine.queue_callback(under_way)
+            batch: _Batch = []
             alone = [
                 (part, source)
                 for parameter, grad in grads
-                for part, source in [self._leave(under_way, parameter, grad, first)]
+                for part, source in [self._leave(under_way, parameter, grad, first, batch)]
                 if source is not None
             ]
+            self._depart(batch)
             # After the copies have been asked for, so that they need not wait for this.
             self._measure(alone)
 
+    def _depart(self, batch: _Batch) -> None:
+        """Start the copies of gradients that are on a GPU, those of a device in one call."""
+        devices: dict[torch.device, _Batch] = {}
+        for entry in batch:
+            devices.setdefault(entry[2].device, []).append(entry)
+        for entries in devices.values():
+            ticket = d2h_many([flat for _, flat, _ in entries], [source for _, _, source in entries])
+            for part, flat, _ in entries:
+                part.ticket = ticket
+                self.d2h_bytes += flat.nbytes
+
     def _leave(
-        self, under_way: _Pass, parameter: nn.Parameter, grad: Tensor, first: bool
+        self, under_way: _Pass, parameter: nn.Parameter, grad: Tensor, first: bool, batch: _Batch
     ) -> tuple[_Part, Tensor | None]:
-        """Start the copy to the host; return the gradient as one dimension, too, if it is to be measured."""
+        """Put a gradient on its way to the host, or in `batch`, or let it wait for others.
+
+        Returns:
+            The part, and the gradient as one dimension if it is to be measured.
+        """
         parts = under_way.parts.setdefault(id(parameter), (parameter, []))[1]
+        if grad.is_cuda and id(parameter) in self.shared and grad.dtype is parameter.dtype:
+            part = _Part(None, None)
+            part.held, part.stream = grad.detach(), torch.cuda.current_stream(grad.device)
+            part.from_device = True
+            parts.append(part)
+            return part, None
         host = self._buffer(parameter)
-        flat = source = host.as_strided((host.numel(),), (1,))
-        ticket: CopyTicket | DiskTicket | None = None
+        flat = host.as_strided((host.numel(),), (1,))
         place = None if grad.is_cuda else locate(host)
+        part = _Part(host, None)
+        part.from_device = grad.is_cuda
+        # Only a gradient that may land as it is: no second contribution, nor one added to what is there.
+        alone = not parts and parameter.grad is None
         if not grad.is_cuda and place is None:
             host.copy_(grad)
+            source = flat
         else:
-            if grad.stride() != host.stride() or grad.dtype is not host.dtype:
-                grad = torch.empty_strided(
-                    host.size(), host.stride(), dtype=host.dtype, device=grad.device
-                ).copy_(grad)
-            source = grad.as_strided((grad.numel(),), (1,))
+            source = _flat_as(grad, host)
             if place is not None:
-                ticket = place[0].write_async(flat, source)
+                part.ticket = place[0].write_async(flat, source)
             else:
-                ticket = registry.copy_engine().d2h(flat, source)
-                self.d2h_bytes += host.nbytes
-        # Only a gradient that may land as it is: no second contribution, nor one added to what is there, and
-        # in an order of elements that its optimizer will see too.
-        alone = self.square_sum is not None and not parts and parameter.grad is None
-        alone = alone and host.dtype in _MEASURED and host.numel() > 0 and is_dense(parameter.detach())
-        part = _Part(host, ticket, grad.is_cuda)
+                batch.append((part, flat, source))
         raced = first and any(other.from_device for other in parts)
         parts.insert(0 if raced else len(parts), part)
-        return part, source if alone else None
+        return part, source if alone and self._measures(parameter, host) else None
+
+    def _measures(self, parameter: nn.Parameter, host: Tensor) -> bool:
+        """Whether a gradient can be measured in an order of elements that its optimizer will see too."""
+        usable = host.dtype in _MEASURED and host.numel() > 0 and is_dense(parameter.detach())
+        return usable and self.square_sum is not None
+
+    def _gather(self, parts: _Parts) -> None:
+        """Let what has waited on the device leave: the sum, or each by itself where the host has a share."""
+        for parameter, contributions in parts.values():
+            held = [part for part in contributions if part.held is not None]
+            if not held:
+                continue
+            with torch._C.DisableTorchFunctionSubclass(), torch.cuda.stream(held[-1].stream):
+                joined = len(held) == len(contributions) and len({part.stream for part in held}) == 1
+                if joined:
+                    while len(held) > 1:
+                        _add_to(held[0], held.pop(1))
+                    del contributions[1:]
+                batch: _Batch = []
+                for part in held:
+                    part.host = self._buffer(parameter)
+                    grad, part.held = part.held, None
+                    assert grad is not None
+                    source = _flat_as(grad, part.host)
+                    batch.append((part, part.host.as_strided((part.host.numel(),), (1,)), source))
+                self._depart(batch)
+                if joined and parameter.grad is None and self._measures(parameter, batch[0][1]):
+                    self._measure([(batch[0][0], batch[0][2])])
 
     def _measure(self, alone: Sequence[tuple[_Part, Tensor]]) -> None:
         devices: dict[torch.device, list[tuple[_Part, Tensor]]] = {}
@@ -207,9 +264,15 @@ class GradientSink:
                 for at, (part, _) in enumerate(entries):
                     part.squares = _Squares(values, at, stream)
 
+    def renamed(self, before: nn.Parameter, now: nn.Parameter) -> None:
+        """Another Parameter stands in the place of one from now on."""
+        if id(before) in self.shared:
+            self.shared.add(id(now))
+
     def forget(self, parameter: nn.Parameter) -> None:
         """Drop the spare buffers of a Parameter that is paged no more."""
         self._spare.pop(id(parameter), None)
+        self.shared.discard(id(parameter))
 
     def _buffer(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer that nobody else holds: one that was ``p.grad`` before, or a new one."""
@@ -240,15 +303,17 @@ class GradientSink:
     @torch.no_grad()
     def _land(self, parts: _Parts) -> None:
         """Sum, run the hooks, set or add ``p.grad``: what AccumulateGrad does for an ordinary leaf."""
+        self._gather(parts)
         values = _measured(parts)
         for key, (parameter, contributions) in parts.items():
             for part in contributions:
                 if part.ticket is not None:
                     part.ticket.wait()
             with torch._C.DisableTorchFunctionSubclass():
-                buffer = total = contributions[0].host
-                for part in contributions[1:]:
-                    total += part.host
+                buffers = [part.host for part in contributions if part.host is not None]
+                buffer = total = buffers[0]
+                for more in buffers[1:]:
+                    total += more
                 # A graph from before its weight returned to the device lands there.
                 total = total.to(parameter.device)
                 entry = guard_of(parameter)
@@ -273,6 +338,26 @@ class GradientSink:
                     parameter.grad += total
             for done in list(entry.landed_hooks.values()) if entry else ():
                 done(parameter)
+
+
+def _flat_as(grad: Tensor, host: Tensor) -> Tensor:
+    """Return a gradient as one dimension, with the dtype and in the order of memory of its host buffer."""
+    if grad.stride() != host.stride() or grad.dtype is not host.dtype:
+        made = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=grad.device)
+        grad = made.copy_(grad)
+    return grad.as_strided((grad.numel(),), (1,))
+
+
+def _add_to(part: _Part, other: _Part) -> None:
+    """Add one held gradient to another, in its memory if nobody else can see that."""
+    one, two = part.held, other.held
+    assert one is not None
+    assert two is not None
+    # Ours alone: this tensor, which nobody was given, and the storage object that is asked.
+    if is_dense(one) and _holders(one) == 2:
+        one += two
+    else:
+        part.held = one + two
 
 
 def _measured(parts: _Parts) -> dict[int, float]:

@@ -309,6 +309,17 @@ def test_the_ceiling_and_the_ram_bound_what_is_locked():
     assert arena.pinned_bytes == SLAB + PAGE
 
 
+def test_where_cuda_cannot_be_used_memory_is_ordinary(monkeypatch):
+    from ts_paging import arena as module
+
+    monkeypatch.setattr(module, "locking_device", lambda: -1)  # as in a forked child
+    arena = make()
+    assert arena.reserve(SLAB) == 0
+    with pytest.warns(RuntimeWarning, match="CUDA cannot be used"):
+        assert arena.empty(SLAB).numel() == SLAB
+    assert arena.pinned_bytes == 0
+
+
 def test_threads_share_an_arena():
     arena = make(ceiling=20 * SLAB)
     wrong = []

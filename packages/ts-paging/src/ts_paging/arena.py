@@ -202,9 +202,9 @@ class HostArena:
         if found is not None:
             return found
         device = self._device()
-        made = None
-        if device >= 0 or not self._wants():
-            made = self._native.empty(nbytes, self._limit(), device)
+        if device < 0 and self._wants():
+            return self._ordinary(nbytes, "CUDA cannot be used in this process")
+        made = self._native.empty(nbytes, self._limit(), device)
         return self._ordinary(nbytes) if made is None else made
 
     def reserve(self, nbytes: int) -> int:
@@ -291,21 +291,21 @@ class HostArena:
             return ceiling
         return min(ceiling, self.reserved_bytes + max(self._available(), 0))
 
-    def _ordinary(self, nbytes: int) -> torch.Tensor:
+    def _ordinary(self, nbytes: int, reason: str = "") -> torch.Tensor:
         try:
             tensor, _, _ = self._pool.empty(nbytes, False, 0)
         except RuntimeError as error:
             raise DoesNotFitError(f"{error}. Free memory, or ask for less") from error
         if self._wants():
-            self._tell(nbytes)
+            self._tell(nbytes, reason)
         return tensor
 
-    def _tell(self, nbytes: int) -> None:
+    def _tell(self, nbytes: int, reason: str) -> None:
         with self._lock:
             if self._told:
                 return
             self._told = True
-        reason = self._native.info()["refused"]
+        reason = reason or self._native.info()["refused"]
         if not reason:
             reason = "it would take more than the RAM allows"
             if self.ceiling_bytes is not None and self._limit() >= self.ceiling_bytes:

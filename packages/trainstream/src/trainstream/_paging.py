@@ -17,12 +17,14 @@ from trainstream._options import WrapOptions
 from ts_core import registry
 from ts_core.errors import OptionError
 from ts_core.planner import Layout
-from ts_paging.activations import FileActivations, HostActivations
+from ts_paging.activations import ActivationStore, FileActivations, HostActivations
 from ts_paging.files import FileTensors, locate
 from ts_paging.pager import WeightPager
 from ts_quant import QuantizedTensor
 
 __all__ = ["Asked", "Tiers", "asked", "start_paging"]
+
+_AHEAD = 1 << 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,11 +211,20 @@ def start_paging(
     paged: dict[int, nn.Parameter],
     tiers: Tiers,
     options: WrapOptions,
+    room: int,
 ) -> WeightPager:
-    """Attach a pager to a model whose paged Parameters are in their tier already."""
+    """Attach a pager to a model whose paged Parameters are in their tier already.
+
+    `room` is what may be used of the device: a tenth of it at most holds activations that have come back and
+    are not used yet.
+    """
+    ahead = min(options.max_inflight_bytes or _AHEAD, max(room, 0) // 10)
     offloading = "offload" in want.policy or "offload" in want.fallback
     cpu = tiers.device.type == "cpu"
-    store = FileActivations(tiers.make_files().store) if cpu and offloading else HostActivations()
+    if cpu and offloading:
+        store: ActivationStore = FileActivations(tiers.make_files().store)
+    else:
+        store = HostActivations(max_ahead_bytes=ahead)
     pager = WeightPager(
         tiers.device,
         slots=max(layout.slots, 1),

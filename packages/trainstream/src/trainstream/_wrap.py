@@ -36,6 +36,8 @@ from ts_optim.placement import PlacePolicy
 
 __all__ = ["unwrap", "wrap"]
 
+_SHORT = "RAM is short: every second block that offloaded its activations recomputes from now on"
+
 
 def wrap(
     model: nn.Module, optimizer: Optimizer | None = None, **options: Any
@@ -104,7 +106,8 @@ def wrap(
         groups = block_map(model, checked.blocks)
         if decided.hooked or paged:
             inventory = Inventory(model, groups, blocks)
-            pager = start_paging(inventory, want, decided.layout, paged, tiers, checked)
+            room = bounds.budgets.device
+            pager = start_paging(inventory, want, decided.layout, paged, tiers, checked, room)
             undo.append(pager.detach)
             renamed = answer_with(model, device)
             undo += renamed
@@ -135,6 +138,8 @@ def wrap(
     plan = make_plan(inventory, groups, model, device, decided, adopted, want, pager, bounds, checked)
     session = Session(model, adopted, checked, groups, plan, pager, tiers, tuner)
     session.placement = placement
+    if pager is not None:
+        pager.when_short = partial(session.events.add, _SHORT)
     if isinstance(adopted, OffloadAdamW):
         if adopted is optimizer:
             named = ("max_grad_norm", "accumulation_steps", "threads")

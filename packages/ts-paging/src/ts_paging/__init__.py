@@ -1,7 +1,7 @@
 """ts_paging: bytes between disk, host memory and GPU.
 
-Exact page-locked memory (`pinned_empty`, `PinnedAllocator`, `HostArena`), copies beside the computation (`CopyEngine`) and
-private files (`DiskStore`). Importing it does not touch the GPU.
+Exact page-locked memory (`pinned_empty`, `PinnedAllocator`, `HostArena`), copies beside the computation
+(`CopyEngine`) and private files (`DiskStore`). Importing it does not touch the GPU.
 """
 
 from ts_core.errors import MissingDependencyError

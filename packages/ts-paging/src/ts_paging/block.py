@@ -368,11 +368,12 @@ class PagedBlock:
         if 0 < len(trained) < len(self.views):
             for index, leaf in zip(trained, _bind(self, trained, self._anchor), strict=True):
                 leaves[index] = leaf
-        if self.policy == "recompute" and not self._cached(args, kwargs):
+        policy = self.pager.policy_of(self)
+        if policy == "recompute" and not self._cached(args, kwargs):
             output = self._recomputed(function, leaves, args, kwargs)
         else:
             self.runs += 1
-            pack, unpack = self._hooks(args, kwargs)
+            pack, unpack = self._hooks(args, kwargs, offload=policy == "offload")
             with torch.autograd.graph.saved_tensors_hooks(pack, unpack), self._bound(leaves):
                 output = function(*args, **kwargs)
         return self._gated(output)
@@ -444,14 +445,16 @@ class PagedBlock:
                     "most. Keep or offload the activations of this block"
                 )
 
-    def _hooks(self, args: Any, kwargs: Any) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
+    def _hooks(
+        self, args: Any, kwargs: Any, *, offload: bool
+    ) -> tuple[Callable[[Tensor], Any], Callable[[Any], Tensor]]:
         start = end = 0
         if self.slot is not None:
             start = self.slot.address
             end = start + self.slot.buffer.numel()
         stamp = self._stamp
         park: Callable[[Tensor], Any] | None = None
-        if self.policy == "offload":
+        if offload:
             flat = tree_flatten((args, kwargs))[0]
             inputs = frozenset(t.untyped_storage()._cdata for t in flat if type(t) is Tensor)
             park = park_hook(self.pager.activations, inputs, self.pager.min_offload_bytes)

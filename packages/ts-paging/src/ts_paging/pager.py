@@ -65,6 +65,9 @@ class WeightPager:
         governor: Decides about saved activations pass by pass; None leaves each block's policy as it is.
         host_bytes: Bytes of weights copied from host memory to slots so far, as stored.
         disk_bytes: Bytes of weights read from files to slots so far, as stored.
+        short: Whether memory for saved activations was short once: every second block that would offload
+            recomputes from then on.
+        when_short: Called when that happens.
     """
 
     def __init__(
@@ -96,6 +99,9 @@ class WeightPager:
         self.min_offload_bytes = min_offload_bytes
         self.pages = pages
         self.governor: Governor | None = None
+        self.short = False
+        self.when_short: Callable[[], object] = lambda: None
+        self._offloading = 0
         self.host_bytes = 0
         self.disk_bytes = 0
         self.blocks: list[PagedBlock] = []
@@ -258,6 +264,19 @@ class WeightPager:
                     self._next[id(self._last), backward] = block
                 self._last = block
                 self._hint(block, backward)
+
+    def policy_of(self, block: PagedBlock) -> str:
+        """Return what happens to the activations of a block in the pass that reaches it now."""
+        if self.blocks and block is self.blocks[0]:
+            self._offloading = 0
+        if block.policy != "offload":
+            return block.policy
+        number = self._offloading
+        self._offloading += 1
+        if number == 0 and not self.short and self.activations.short():
+            self.short = True
+            self.when_short()
+        return "recompute" if self.short and number % 2 else "offload"
 
     @property
     def current(self) -> PagedBlock | None:

@@ -3,6 +3,8 @@
 // mapping.
 #pragma once
 
+#include <stdlib.h>
+
 #include <atomic>
 #include <condition_variable>
 #include <cstdint>
@@ -61,7 +63,8 @@ class IoPool {
   struct Piece;
   struct Ring;
   bool take(std::deque<std::shared_ptr<Request>>& queue, Piece* piece);
-  void thread_loop();
+  void thread_loop(size_t index);
+  char* staging(size_t index, const std::string& path);
   void ring_loop();
   void start_ring();
 
@@ -77,6 +80,11 @@ class IoPool {
   std::shared_ptr<Ring> ring_;
   std::thread ring_thread_;
   bool stop_ = false;
+  struct FreeMemory {
+    void operator()(char* data) const { free(data); }
+  };
+  std::once_flag staging_once_;
+  std::unique_ptr<char, FreeMemory> staging_;  // a chunk for each that is under way
 };
 
 // Makes the file (O_CREAT | O_EXCL, 0600) if `create`, and reserves its blocks up to `bytes`; a

@@ -171,7 +171,7 @@ class Lives(RuleBasedStateMachine):
         memory = self.files._leased
         assert memory.used == sum(lease.lease.taken for lease in self.leases)
         assert memory.used <= max(self.limit, max((x.lease.taken for x in self.leases), default=0))
-        spare = sum(size * len(kept) for size, kept in memory._spare.items())
+        spare = sum(buffer.numel() for buffer in memory._spare)
         assert memory.used + spare <= max(self.limit, memory.peak)
         assert bytes(self.user.read_bytes()[:8]) == bytes(self.content[:8].tolist())
 

@@ -3,6 +3,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <sys/eventfd.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
 #include <algorithm>
@@ -14,26 +15,6 @@
 
 namespace ts::paging {
 namespace {
-
-struct FreeMemory {
-  void operator()(char* data) const { free(data); }
-};
-// A chunk of aligned memory, made when it is needed first.
-class Staging {
- public:
-  char* get(int64_t bytes, const std::string& path) {
-    if (!memory_) {
-      void* made = nullptr;
-      if (posix_memalign(&made, kDirectAlign, static_cast<size_t>(bytes)) != 0)
-        throw Failure{Failure::kStorage, ENOMEM, "[disk] no memory for an I/O buffer", path};
-      memory_.reset(static_cast<char*>(made));
-    }
-    return memory_.get();
-  }
-
- private:
-  std::unique_ptr<char, FreeMemory> memory_;
-};
 
 constexpr int64_t kNotInjected = INT64_MAX;
 
@@ -47,8 +28,8 @@ Failure closed(const char* what, const std::string& path) {
 struct IoPool::Ring {
   std::unique_ptr<Uring> uring;
   int event = -1;  // written when there is something new to do
+  IoPool* pool = nullptr;
   std::vector<Piece> pieces;
-  std::vector<Staging> staging;
   std::vector<size_t> free;
 
   ~Ring() {
@@ -58,9 +39,9 @@ struct IoPool::Ring {
     const uint64_t one = 1;
     (void)!write(event, &one, sizeof one);
   }
-  void begin(size_t index, int64_t chunk);
-  void step(size_t index, int64_t chunk, int64_t result);
-  void issue(size_t index, int64_t chunk);
+  void begin(size_t index);
+  void step(size_t index, int64_t result);
+  void issue(size_t index);
   void done(size_t index);
 };
 
@@ -94,7 +75,7 @@ std::shared_ptr<Job> IoPool::submit(const IoSpec& spec) {
   }
   if (threads_.empty())
     for (int i = 0; i < threads_wanted_; ++i)
-      threads_.push_back(quiet_thread([this] { thread_loop(); }));
+      threads_.push_back(quiet_thread([this, i] { thread_loop(static_cast<size_t>(i)); }));
   queue_.push_back(std::move(request));
   wake_.notify_all();
   return job;
@@ -116,8 +97,8 @@ void IoPool::start_ring() {
   ring->uring = Uring::open(static_cast<unsigned>(count + 1));
   ring->event = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
   if (!ring->uring || ring->event < 0) return;
+  ring->pool = this;
   ring->pieces.resize(count);
-  ring->staging = std::vector<Staging>(count);
   for (size_t i = count; i > 0; --i) ring->free.push_back(i - 1);
   ring_ = std::move(ring);
   ring_thread_ = quiet_thread([this] { ring_loop(); });
@@ -139,8 +120,23 @@ bool IoPool::take(std::deque<std::shared_ptr<Request>>& queue, Piece* piece) {
   return true;
 }
 
-void IoPool::thread_loop() {
-  Staging staging;
+// Huge pages make fewer segments of a transfer: the disk is up to twice as fast. Made when it is
+// needed first.
+char* IoPool::staging(size_t index, const std::string& path) {
+  std::call_once(staging_once_, [this] {
+    constexpr size_t kHuge = 2 << 20;
+    const size_t wanted = static_cast<size_t>(threads_wanted_ * chunk_);
+    const size_t bytes = wanted < kHuge ? wanted : (wanted + kHuge - 1) / kHuge * kHuge;
+    void* made = nullptr;
+    if (posix_memalign(&made, wanted < kHuge ? kDirectAlign : kHuge, bytes) != 0) return;
+    if (wanted >= kHuge) (void)madvise(made, bytes, MADV_HUGEPAGE);
+    staging_.reset(static_cast<char*>(made));
+  });
+  if (!staging_) throw Failure{Failure::kStorage, ENOMEM, "[disk] no memory for I/O buffers", path};
+  return staging_.get() + static_cast<int64_t>(index) * chunk_;
+}
+
+void IoPool::thread_loop(size_t index) {
   std::unique_lock<std::mutex> lock(mutex_);
   while (true) {
     wake_.wait(lock, [this] { return stop_ || !queue_.empty(); });
@@ -152,7 +148,7 @@ void IoPool::thread_loop() {
     if (!request.failed.load()) request.open();
     try {
       while (!request.failed.load() && piece.bytes > 0) {
-        piece.plan(piece.wants_staging() ? staging.get(chunk_, request.spec.path) : nullptr);
+        piece.plan(piece.wants_staging() ? staging(index, request.spec.path) : nullptr);
         int64_t result;
         do {
           result = injected_result();
@@ -181,39 +177,39 @@ void IoPool::Ring::done(size_t index) {
   request->chunk_done(1);
 }
 
-void IoPool::Ring::begin(size_t index, int64_t chunk) {
+void IoPool::Ring::begin(size_t index) {
   Piece& piece = pieces[index];
   Request& request = *piece.request;
   if (!request.failed.load()) request.open();
   if (request.failed.load()) return done(index);
   try {
-    piece.plan(piece.wants_staging() ? staging[index].get(chunk, request.spec.path) : nullptr);
+    piece.plan(piece.wants_staging() ? pool->staging(index, request.spec.path) : nullptr);
   } catch (Failure& failure) {
     request.fail(std::move(failure));
     return done(index);
   }
-  issue(index, chunk);
+  issue(index);
 }
 
-void IoPool::Ring::issue(size_t index, int64_t chunk) {
+void IoPool::Ring::issue(size_t index) {
   const int64_t result = injected_result();
-  if (result != kNotInjected) return step(index, chunk, result);
+  if (result != kNotInjected) return step(index, result);
   const Piece& piece = pieces[index];
   uring->transfer(piece.request->spec.write, piece.request->fd, piece.io + piece.at,
                   static_cast<uint32_t>(piece.io_bytes - piece.at), piece.io_offset + piece.at,
                   index);
 }
 
-void IoPool::Ring::step(size_t index, int64_t chunk, int64_t result) {
+void IoPool::Ring::step(size_t index, int64_t result) {
   Piece& piece = pieces[index];
   try {
-    if (!piece.advance(result)) return issue(index, chunk);
+    if (!piece.advance(result)) return issue(index);
   } catch (Failure& failure) {
     piece.request->fail(std::move(failure));
     return done(index);
   }
   piece.finish();
-  if (piece.bytes > 0) return begin(index, chunk);
+  if (piece.bytes > 0) return begin(index);
   done(index);
 }
 
@@ -234,7 +230,7 @@ void IoPool::ring_loop() {
     }
     if (!taken.empty()) wait_while_held();
     const size_t free_before = ring->free.size();
-    for (const size_t index : taken) ring->begin(index, chunk_);
+    for (const size_t index : taken) ring->begin(index);
     if (ring->free.size() > free_before) continue;  // something failed at once: there may be more
     const int code = ring->uring->wait();
     if (code != 0) {
@@ -261,7 +257,7 @@ void IoPool::ring_loop() {
     int32_t result;
     while (ring->uring->next(&tag, &result)) {
       if (tag != count) {
-        ring->step(tag, chunk_, result);
+        ring->step(tag, result);
         continue;
       }
       uint64_t news;

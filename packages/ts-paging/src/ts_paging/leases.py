@@ -31,7 +31,10 @@ _PAGE = _C.direct_align
 
 
 class LeaseMemory:
-    """Buffers of leases, of `limit` bytes at most, unless one lease alone needs more."""
+    """One buffer a lease, of `limit` bytes together, unless one lease alone needs more.
+
+    Up to a third of the limit all are of one size, so that they can be used again, with huge pages.
+    """
 
     def __init__(self, limit: int) -> None:
         """Hold none."""
@@ -39,12 +42,15 @@ class LeaseMemory:
         self.used = 0
         self.peak = 0
         self._changed = threading.Condition()
-        self._spare: dict[int, list[Tensor]] = {}
+        self._spare: list[Tensor] = []
         self._host = _C.HostPool(0)
+
+    def _size(self, nbytes: int) -> int:
+        return max(nbytes, self.limit // 3 // _PAGE * _PAGE) if nbytes else 0
 
     def take(self, lease: Lease, wait: bool) -> bool:
         """Reserve room for a lease, noted in its `taken`; returns whether there is."""
-        wanted = lease.nbytes
+        wanted = self._size(lease.nbytes)
         with self._changed:
             while self.used and self.used + wanted > self.limit:
                 if not wait:
@@ -57,23 +63,22 @@ class LeaseMemory:
             return True
 
     def buffer(self, nbytes: int) -> Tensor:
-        """Return page-aligned memory of at least `nbytes`, room for which was taken."""
-        size = room_of(nbytes)
+        """Return page-aligned memory of the `taken` bytes of a lease."""
         with self._changed:
-            spare = self._spare.get(size)
-            if spare:
-                return spare.pop()
-            if self.used + sum(size * len(kept) for size, kept in self._spare.items()) > self.limit:
+            for index, spare in enumerate(self._spare):
+                if spare.numel() == nbytes:
+                    return self._spare.pop(index)
+            if self.used + sum(spare.numel() for spare in self._spare) > self.limit:
                 self._spare.clear()
-        memory: Tensor = self._host.empty(size, False, 0)[0]
+        memory: Tensor = self._host.empty(nbytes, False, 0)[0]
         return memory
 
-    def give_back(self, nbytes: int, buffers: Sequence[Tensor]) -> None:
+    def give_back(self, nbytes: int, buffer: Tensor | None) -> None:
         """End a reservation; with the last one all memory goes."""
         with self._changed:
             self.used -= nbytes
-            for buffer in buffers:
-                self._spare.setdefault(buffer.numel(), []).append(buffer)
+            if buffer is not None:
+                self._spare.append(buffer)
             if not self.used:
                 self._spare.clear()
             self._changed.notify_all()
@@ -105,18 +110,14 @@ class Piece:
         self.tensor, self.written = tensor, written
         self.files, self.key, self.offset = files, key, offset
         self.room = 0 if files is None else room_of(tensor.nbytes)
-        self.buffer: Tensor | None = None
         self.copy: Tensor = tensor
         self.reading: DiskTicket | None = None
         self.writing: DiskTicket | None = None
         self.filled = self.settled = False
 
-    def start(self, memory: LeaseMemory) -> None:
-        """Start reading."""
-        if self.files is None:
-            return
-        self.buffer = memory.buffer(self.tensor.nbytes)
-        self.copy = layout_of(self.tensor).view(self.buffer[: self.tensor.nbytes])
+    def start(self, buffer: Tensor) -> None:
+        """Start reading into `room` bytes of memory."""
+        self.copy = layout_of(self.tensor).view(buffer[: self.tensor.nbytes])
         self._read()
 
     def _read(self) -> None:
@@ -194,6 +195,7 @@ class Lease:
         """Nothing is read yet."""
         self._memory = memory
         self._pieces = pieces
+        self._buffer: Tensor | None = None
         self.nbytes = sum(piece.room for piece in pieces)
         self.taken = 0
 
@@ -202,8 +204,13 @@ class Lease:
         if not self._memory.take(self, wait):
             return False
         try:
-            for piece in self._pieces:
-                piece.start(self._memory)
+            if self.taken:
+                self._buffer = self._memory.buffer(self.taken)
+                begin = 0
+                for piece in self._pieces:
+                    if piece.room:
+                        piece.start(self._buffer[begin : begin + piece.room])
+                        begin += piece.room
         except BaseException:
             self.release()
             raise
@@ -251,13 +258,10 @@ class Lease:
         taken, self.taken = self.taken, 0
         if not taken:
             return
-        buffers = []
-        for piece in self._pieces:
-            # A read or write that is under way still uses its buffer, and keeps it alive.
-            if piece.buffer is not None and piece.reading is None and piece.writing is None:
-                buffers.append(piece.buffer)
-            piece.buffer = piece.reading = None
-        self._memory.give_back(taken, buffers)
+        # A read or write that is under way still uses the buffer, and keeps it alive.
+        idle = all(piece.reading is None and piece.writing is None for piece in self._pieces)
+        buffer, self._buffer = self._buffer, None
+        self._memory.give_back(taken, buffer if idle else None)
 
     def __enter__(self) -> list[Tensor]:
         """Return the copies."""

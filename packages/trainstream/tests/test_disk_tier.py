@@ -1,6 +1,10 @@
 """Training from files: the checkpoint's own, updates past the mapping, trouble on the disk."""
 
+import contextlib
 import errno
+import signal
+import subprocess
+import sys
 import warnings
 
 import peft
@@ -105,3 +109,45 @@ def test_trouble_on_the_disk_in_a_step_loses_nothing(checkpoint, tmp_path, after
         except StorageError:  # told once
             value = ours.detach()
         assert_bit_equal(value.as_subclass(torch.Tensor), theirs.detach())
+
+
+INTERRUPTED = """
+import os, sys, threading, torch, trainstream
+torch.manual_seed(0)
+model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])
+model, optimizer = trainstream.wrap(
+    model, lr=1e-2, blocks=list(model), param_offload=True, disk_offload=sys.argv[1]
+)
+workers = 0
+print("training", flush=True)
+while True:
+    model(torch.randn(3, 512)).square().sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    if workers < 3:  # a forked worker ends, and takes nothing along
+        workers += 1
+        child = os.fork()
+        if child == 0:
+            sys.exit(0)
+        assert os.waitpid(child, 0)[1] == 0
+        print("worker", flush=True)
+"""
+
+
+@pytest.mark.parametrize("wait_s", [0.0, 0.07, 0.21, 0.4])
+def test_ctrl_c_at_any_moment_ends_training_and_leaves_no_file(tmp_path, wait_s):
+    process = subprocess.Popen(
+        [sys.executable, "-c", INTERRUPTED, str(tmp_path)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    for _ in range(4):
+        assert process.stdout.readline() in ("training\n", "worker\n"), process.stderr.read()
+    with contextlib.suppress(subprocess.TimeoutExpired):
+        process.wait(wait_s)  # some moment of a step
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == -signal.SIGINT, errors
+    assert "KeyboardInterrupt" in errors
+    assert list(tmp_path.iterdir()) == []

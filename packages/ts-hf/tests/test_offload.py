@@ -18,6 +18,7 @@ from ts_core.errors import CheckpointError, OptionError, StorageError
 from ts_core.testing import assert_bit_equal
 from ts_hf import load_model, offload
 from ts_hf.offload import FileHome, file_bytes, open_files, ram_limit
+from ts_paging import _C
 from ts_paging.files import FileTensors
 from ts_quant import QuantizedTensor
 
@@ -103,10 +104,20 @@ def test_random_weights_are_drawn_into_files(tmp_path, kind, codec, ids):
         assert models[1].lm_head.weight is models[1].transformer.wte.weight
 
 
-def test_a_checkpoint_on_another_file_system_is_copied(tmp_path, llama_folder, monkeypatch, ids):
-    monkeypatch.setattr(FileHome, "_beside", lambda self, path: False)
+@pytest.mark.parametrize("why", ["elsewhere", "no mappings", "no page map"])
+def test_a_checkpoint_that_cannot_be_adopted_is_copied(tmp_path, llama_folder, monkeypatch, ids, why):
+    def refuse(*_):
+        raise StorageError(19, "no mappings here", "file")
+
+    if why == "elsewhere":
+        monkeypatch.setattr(FileHome, "_beside", lambda self, path: False)
+    elif why == "no mappings":
+        monkeypatch.setattr(FileTensors, "adopt", refuse)
+    else:
+        monkeypatch.setattr(_C, "was_written", lambda tensor: True)
     model = load_model(llama_folder, quantize=None, dtype="fp32", disk_offload=tmp_path)
     receipt = model.trainstream_receipt
+    gc.collect()
     assert receipt["adopted_bytes"] == 0 < receipt["file_bytes"] <= model.trainstream_files.used_bytes
     assert_same(model, load_model(llama_folder, quantize=None, dtype="fp32"), ids)
 

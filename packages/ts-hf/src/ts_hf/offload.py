@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ts_core.errors import OptionError
+from ts_core.errors import OptionError, StorageError
 from ts_core.memory import parse_bytes
 from ts_paging.files import FileTensors, locate
 from ts_quant import QuantizedTensor
@@ -99,13 +99,15 @@ class FileHome:
             offset: First byte.
             shape: Of the tensor, in the file and wanted.
             dtype: The same.
-
-        Raises:
-            StorageError: The file was replaced or shortened while it was read.
         """
         if not self.wants(name, shape, dtype) or offset % dtype.itemsize or not self._beside(path):
             return None
-        return self.files.adopt(path, offset, dtype, shape)
+        try:
+            tensor = self.files.adopt(path, offset, dtype, shape)
+        except StorageError:  # no mappings there, or a damaged file: reading it tells
+            return None
+        # Where the system does not say which pages were written, nothing can be told apart.
+        return tensor if locate(tensor) is not None else None
 
     def _beside(self, path: Path) -> bool:
         """Whether a file is on the file system of our own files."""

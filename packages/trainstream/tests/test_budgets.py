@@ -39,8 +39,8 @@ def in_use(device):
 
 def budget_above(device, nbytes):
     """Options that leave `nbytes` beyond what this process holds already."""
+    release_free_memory(collect=True)
     if device == "cpu":
-        release_free_memory(collect=True)
         return {"ram_budget": host_used() + nbytes}
     return {"vram_budget": CONTEXT_BYTES + torch.cuda.memory_allocated() + nbytes}
 

@@ -179,6 +179,7 @@ def test_paged_equals_resident(kind, sequence, policy, device):
     session = model._trainstream_session
     assert session.plan.policy == (policy,) * 3
     assert session.plan.slots == 2
+    assert report["tiers"]["device"] >= sum(slot.buffer.numel() for slot in session.pager.slots) > 0
     trainstream.unwrap(model)
 
 

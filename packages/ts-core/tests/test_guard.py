@@ -323,3 +323,72 @@ def test_guarding_twice_is_guarding_once():
     parameter, entry = made()
     assert guard(parameter, print) is entry
     assert guard_of(torch.zeros(1)) is None
+
+
+def fill(p, entry):
+    with torch._C.DisableTorchFunctionSubclass():
+        entry.note_filled(p)
+
+
+@pytest.mark.filterwarnings("ignore:TypedStorage is deprecated")
+@pytest.mark.parametrize(
+    ("hand_out", "ends"),
+    {
+        "detach": (lambda p: p.detach(), True),
+        "view": (lambda p: p.view(3, 1), True),
+        "data": (lambda p: p.data, True),
+        "numpy": (lambda p: p.numpy(), True),
+        "array of a view": (lambda p: p.detach()[1:].numpy(), True),
+        "storage": (lambda p: p.untyped_storage(), True),
+        "storage of a view": (lambda p: p.detach().untyped_storage(), True),
+        "typed storage": (lambda p: p.detach().storage(), True),
+        "memory view": (lambda p: memoryview(p.numpy()), True),
+        "pointer": (lambda p: p.data_ptr(), False),
+    }.values(),
+)
+def test_an_escape_is_over_when_nobody_holds_the_memory_any_more(hand_out, ends):
+    p, entry = made(requires_grad=False)
+    fill(p, entry)
+    assert not entry.escaped
+    held = hand_out(p)
+    assert entry.escaped
+    for _ in range(2):
+        fill(p, entry)
+        assert entry.escaped  # it can still be written
+    del held
+    gc.collect()
+    assert entry.escaped  # it may have been: what was filled before is not to be trusted
+    fill(p, entry)
+    assert entry.escaped is not ends
+
+
+def test_an_escape_of_a_trained_value_or_of_exchanged_memory_stays():
+    p, entry = made()
+    fill(p, entry)
+    p.detach()
+    fill(p, entry)
+    assert entry.escaped
+    frozen, entry = made(requires_grad=False)
+    fill(frozen, entry)
+    frozen.data = torch.ones(3)
+    fill(frozen, entry)
+    assert entry.escaped
+
+
+@given(st.lists(st.sampled_from(["detach", "numpy", "drop", "fill", "op"]), max_size=20))
+def test_nothing_that_can_be_written_unseen_counts_as_seen(uses):
+    p, entry = made(requires_grad=False)
+    held = []
+    fill(p, entry)
+    for use in uses:
+        if use == "detach":
+            held.append(p.detach())
+        elif use == "numpy":
+            held.append(p.numpy())
+        elif use == "drop" and held:
+            held.pop(0)
+        elif use == "fill":
+            fill(p, entry)
+        else:
+            p + 1
+        assert entry.escaped or not held

@@ -43,6 +43,7 @@ def test_every_module_settles_at_once(policy, tied, in_files, tmp_path):
     assert train(model, 4, lambda step: step == 1 and pager.settle(ALL)) == expected
     assert_same(model, plain)
     assert len(pager.slots) == LAYERS + (2 if tied else 3)
+    assert all(slot.own for slot in pager.slots)
     assert [block.policy for block in pager.blocks] == [policy] * LAYERS
     assert all(type(p) is GuardedParameter for p in model.parameters() if p.requires_grad)
     pager.detach()
@@ -124,7 +125,7 @@ def test_no_room_changes_nothing(monkeypatch):
     blocks, slots, made = list(pager.blocks), list(pager.slots), []
 
     class Scarce:
-        def __init__(self, nbytes, device):
+        def __init__(self, nbytes, device, *, own=False):
             made.append(nbytes)
             if len(made) == 3:
                 raise torch.OutOfMemoryError("no room")
@@ -152,3 +153,28 @@ def test_a_write_outside_reaches_the_slot():
     got = model.loss(batch("cpu")).item()
     torch.manual_seed(1)
     assert got == plain.loss(batch("cpu")).item()
+
+
+def test_a_frozen_model_streams_as_before_once_its_state_dict_is_gone(tmp_path):
+    files = FileTensors(tmp_path)
+    model = host(build().requires_grad_(False), files)
+    pager = page(model, "cpu", 2, "keep", files)
+    expected = model.loss(batch("cpu")).item()
+
+    def fills():
+        before = [block.fills for block in pager.blocks]
+        assert model.loss(batch("cpu")).item() == expected
+        return [block.fills - n for block, n in zip(pager.blocks, before, strict=True)]
+
+    model.eval()
+    expected = model.loss(batch("cpu")).item()
+    fills()
+    usual = fills()
+    state = model.state_dict()
+    assert max(fills()) == max(fills()) == 1  # at its use, never twice
+    del state
+    fills()
+    assert fills() == usual
+    model.layers[0].gate.weight.detach().numpy()[:] = 0.5
+    assert model.loss(batch("cpu")).item() != expected
+    files.close()

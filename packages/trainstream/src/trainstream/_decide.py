@@ -359,7 +359,7 @@ def make_plan(
         ),
         optimizer=optimizer.mode if isinstance(optimizer, OffloadAdamW) else "none",
         prefetch_depth=options.prefetch_depth,
-        slots=len(pager.slots) if pager is not None else 0,
+        slots=sum(not slot.own for slot in pager.slots) if pager is not None else 0,
         budgets={
             "device": budgets.device,
             "host": budgets.device if budgets.host is None else budgets.host,

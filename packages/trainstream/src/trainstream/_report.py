@@ -30,8 +30,9 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
           frozen block weights), ``total`` and ``trainable`` (elements).
         - ``plan``: the plan as data, and ``history`` with the measured peaks and times of the latest steps.
         - ``experts``: ``copied``, expert copies made so far (0: experts are not paged).
-        - ``tiers``: bytes now in ``device``, ``peer``, ``host`` and ``disk``. On a CPU run ``device`` is the
-          RAM that holds weights, buffers and gradients, ``host`` the RAM that holds optimizer state.
+        - ``tiers``: bytes now in ``device`` (the slots of paged blocks included), ``peer``, ``host`` and
+          ``disk``. On a CPU run ``device`` is the RAM that holds weights, buffers and gradients, ``host`` the
+          RAM that holds optimizer state.
         - ``moved``: ``h2d_bytes``, ``d2h_bytes`` and ``disk_read_bytes`` so far.
         - ``times``: seconds in optimizer steps so far, as the optimizer counts them.
         - ``blocks``: one row per block: name, kind, tier, codec, policy, parameters, trainable, bytes;
@@ -81,6 +82,8 @@ def _moved(session: Session, stats: dict[str, Any]) -> dict[str, int]:
 
 def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
     tiers = {"device": 0, "peer": 0, "host": 0, "disk": 0}
+    if session.pager is not None:
+        tiers["device"] += sum(slot.buffer.numel() for slot in session.pager.slots)
     model = session.model
     on_cuda = session.plan.device.startswith("cuda")
     for tensor in [*model.parameters(), *model.buffers()]:

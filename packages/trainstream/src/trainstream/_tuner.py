@@ -13,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 import torch
@@ -43,11 +43,13 @@ _ROUNDS = 4  # times that groups may return
 _LINK_BOUND = 0.7  # share of a step that the link is busy, from which a step waits for it
 
 
-def settle(session: Session, pager: WeightPager, inventory: Inventory, indices: Iterable[int]) -> bool:
+def settle(
+    tell: Callable[[str], object], pager: WeightPager, inventory: Inventory, indices: Iterable[int]
+) -> bool:
     """Give units a slot of their own; where the device has no room after all, they go on sharing.
 
     Args:
-        session: Told about it.
+        tell: Told so then.
         pager: The attached pager.
         inventory: The model's units.
         indices: Of the units.
@@ -59,7 +61,7 @@ def settle(session: Session, pager: WeightPager, inventory: Inventory, indices: 
     try:
         pager.settle(names)
     except torch.OutOfMemoryError as error:
-        session.events.add(f"no room for the weights of {len(names)} modules at once ({error}): they stream")
+        tell(f"no room for the weights of {len(names)} modules at once ({error}): they stream")
         return False
     return True
 
@@ -124,6 +126,10 @@ class Tuner:
         self._since = (0.0, 0)
         forced = iter(want.paged)
         self._forced = [next(forced) if unit.group.kind == "block" else None for unit in inventory.units]
+
+    def nothing_settled(self) -> None:
+        """Start from groups that stream after all."""
+        self._settled.clear()
 
     def start(self) -> None:
         """Begin to measure."""
@@ -242,7 +248,7 @@ class Tuner:
             "host": layout.host_bytes,
             "disk": layout.disk_bytes,
         }
-        slots = len(self._pager.slots)
+        slots = sum(not slot.own for slot in self._pager.slots)
         session.plan = dataclasses.replace(session.plan, blocks=tuple(rows), slots=slots, predicted=predicted)
 
     def _choose(self, room: int) -> tuple[list[int], list[int]]:
@@ -273,7 +279,7 @@ class Tuner:
         """Return units to the device while `room` lasts; say how many."""
         settling, returning = self._choose(room)
         if settling:
-            if settle(session, self._pager, self._inventory, settling):
+            if settle(session.events.add, self._pager, self._inventory, settling):
                 self._settled.update(settling)
                 session.events.add(f"{len(settling)} groups settle on {self._tiers.device}: there is room")
             else:

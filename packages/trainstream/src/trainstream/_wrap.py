@@ -7,6 +7,7 @@ plain assignment, so a failed `wrap()` leaves model and optimizer as they were.
 
 from __future__ import annotations
 
+import dataclasses
 import weakref
 from collections.abc import Callable
 from functools import partial
@@ -135,6 +136,12 @@ def wrap(
         keep_heap_tight()  # it costs page faults: a third of the time of small steps
     if device.type == "cpu" and paged:
         release_free_memory()
+    layout, unsettled = decided.layout, list[str]()
+    wanted = layout.settled if pager is not None else ()
+    if pager is not None and wanted and not settle(unsettled.append, pager, inventory, wanted):
+        decided = dataclasses.replace(decided, layout=dataclasses.replace(layout, settled=()))
+        if tuner is not None:
+            tuner.nothing_settled()
     plan = make_plan(inventory, groups, model, device, decided, adopted, want, pager, bounds, checked)
     session = Session(model, adopted, checked, groups, plan, pager, tiers, tuner)
     session.placement = placement
@@ -147,10 +154,8 @@ def wrap(
             adopted.reconfigure(accumulate_fp32=True, **given)
         if pager is not None and adopted.needs_norm:
             pager.sink.square_sum = grad_sumsq
-    if decided.layout.settled and pager is not None:
-        settle(session, pager, inventory, decided.layout.settled)
     session.undo += renamed
-    for line in _story(session, how, decided, want, len(blocks)):
+    for line in [*_story(session, how, decided, want, len(blocks)), *unsettled]:
         session.events.add(line)
     told = {
         "adapts": decided.adapts and decided.governed,

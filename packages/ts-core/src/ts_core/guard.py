@@ -11,6 +11,7 @@ before the update is done, and leaves in `Guard.pending` what waits for it.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
@@ -36,6 +37,15 @@ _ESCAPES = frozenset(
         torch.Tensor.data_ptr,
         torch.Tensor.untyped_storage,
         torch.Tensor.storage,
+        torch.Tensor.set_,
+        torch.Tensor.share_memory_,
+    }
+)
+#: Of these, the ones whose result nobody can follow, or that put other memory in the place of the value.
+_FOR_GOOD = frozenset(
+    {
+        torch.Tensor.data.__set__,  # type: ignore[attr-defined]
+        torch.Tensor.data_ptr,
         torch.Tensor.set_,
         torch.Tensor.share_memory_,
     }
@@ -90,7 +100,8 @@ class Guard:
             interrupted) it stays: every use raises or waits again until whoever put it there takes it away.
         rank: Order of use within a forward pass; what is used first is updated first.
         escaped: Memory of the value was handed out in a way that leaves the version counter alone; a slot
-            filled earlier cannot be trusted any more.
+            filled earlier cannot be trusted any more. See `note_filled` for when that is over.
+        for_good: Whether it stays so whatever happens.
         hooks: Gradient hooks, run on the sum of a backward pass before it lands in ``.grad``.
         landed_hooks: Hooks run on the Parameter after that.
         divert: Takes a gradient that reached the Parameter itself (a penalty computed on it).
@@ -101,9 +112,11 @@ class Guard:
     __slots__ = (
         "__weakref__",
         "_before",
+        "_holders",
         "_measured",
         "divert",
         "escaped",
+        "for_good",
         "hooks",
         "landed_hooks",
         "parameter",
@@ -118,6 +131,8 @@ class Guard:
         self.pending: Callable[[], None] | None = None
         self.rank = 0
         self.escaped = False
+        self.for_good = False
+        self._holders = -1
         self.divert = divert
         native: Any = parameter  # torch's stubs know these attributes otherwise
         self.hooks: Any = native._backward_hooks or OrderedDict()
@@ -148,6 +163,27 @@ class Guard:
         # Never None: torch would leave ours in place.
         native._backward_hooks = self.hooks
         native._post_accumulate_grad_hooks = self.landed_hooks
+
+    def note_filled(self, parameter: Tensor) -> None:
+        """Note that a slot is being filled with the value as it is now.
+
+        While nothing has escaped, whoever holds the value's memory are ours, and are counted. Once it has,
+        and no more than those hold it again, nobody can write it unseen any more: `escaped` ends. For frozen
+        values only: an optimizer comes and goes as a holder of trained ones, which are brought again after
+        each update anyway.
+
+        Args:
+            parameter: The Parameter, seen past its own class.
+        """
+        if parameter.requires_grad or self.for_good or parameter.layout is not torch.strided:
+            return
+        storage = parameter.untyped_storage()
+        # There is one Python object for it, whoever asks, which counts once.
+        holders = int(torch._C._storage_Use_Count(storage._cdata)) + sys.getrefcount(storage)
+        if not self.escaped:
+            self._holders = holders
+        elif holders <= self._holders:
+            self.escaped = False
 
     def note_square_sum(self, grad: Tensor, value: float) -> None:
         """Keep the sum of squares of a gradient that has just landed.
@@ -204,6 +240,7 @@ class GuardedParameter(nn.Parameter):
                         entry.wait()
                     if func in _ESCAPES:
                         entry.escaped = True
+                        entry.for_good = entry.for_good or func in _FOR_GOOD
                     if func == _READS_GRAD:
                         entry._measured = None
             elif isinstance(value, (list, tuple)):

@@ -79,7 +79,7 @@ class Plan:
         numerics: The part that decides bits.
         optimizer: Where optimizer state is updated: ``cpu``, ``gpu`` or ``none`` (a foreign optimizer).
         prefetch_depth: Blocks fetched ahead.
-        slots: Device slots that serve paged blocks; 0 when none is paged.
+        slots: Device slots that paged blocks share; 0 when none does.
         budgets: Bytes that may be used of ``device``, ``host`` and ``disk``; on a CPU run device and host are
             the same RAM.
         predicted: Bytes that the placement takes of each, and of ``activations`` beside ``device``: a guess

@@ -318,6 +318,19 @@ class PagedBlock:
         """Note which values were brought."""
         self._stamp = self.stamp()
         self.fills += 1
+        for parameter in self.parameters:
+            entry = guard_of(parameter)
+            if entry is not None:
+                entry.note_filled(parameter)
+
+    @property
+    def comes_at_its_use(self) -> bool:
+        """Whether its weights are to be brought when they are used, not before.
+
+        One is being updated, or its memory is in hands that could write it until then.
+        """
+        entries = [entry for p in self.parameters if (entry := guard_of(p)) is not None]
+        return any(entry.pending is not None or entry.escaped for entry in entries)
 
     def same_weights(self, other: PagedBlock) -> bool:
         """Whether another block has the same Parameters: its slot then holds what ours would."""

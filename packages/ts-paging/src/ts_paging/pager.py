@@ -207,7 +207,7 @@ class WeightPager:
             if block.name in chosen and block.slot is not None:
                 key = tuple(id(parameter) for parameter in block.parameters)
                 if key not in slots:
-                    slots[key] = Slot(block.layout.nbytes, self.device)
+                    slots[key] = Slot(block.layout.nbytes, self.device, own=True)
                 moving.append((block, slots[key]))
         for block, slot in moving:
             before = _slot_of(block)
@@ -304,7 +304,7 @@ class WeightPager:
             return False
         if self.device.type == "cpu" and not block.in_files():
             return False
-        return not any((entry := guard_of(p)) is not None and entry.pending for p in block.parameters)
+        return not block.comes_at_its_use
 
     def _start(self, block: PagedBlock, urgent: bool = False) -> None:
         """Begin to bring a block's weights into its slot, whoever is there now.

@@ -61,10 +61,12 @@ class Slot:
         address: Its first byte; a tensor is a weight of this slot exactly if its storage starts here.
         owner: The block whose weights it holds or is being filled with, or None.
         arriving: What to call before its weights can be used.
+        own: Whether it serves one block alone, or several with the same weights.
     """
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(self, nbytes: int, device: torch.device, *, own: bool = False) -> None:
         """Reserve the buffer."""
+        self.own = own
         self.buffer = torch.empty(max(nbytes, _ALIGN), dtype=torch.uint8, device=device)
         self.address = self.buffer.untyped_storage().data_ptr()
         self.owner: PagedBlock | None = None

@@ -67,8 +67,12 @@ std::shared_ptr<Job> IoPool::submit(const IoSpec& spec) {
     job->fail(closed("is closed", spec.path));
     return job;
   }
-  if (spec.direct) start_ring();
-  if (spec.direct && ring_) {
+  // What passes through buffers is copied by this machine's processors: by several of them.
+  const bool straight =
+      reinterpret_cast<uintptr_t>(spec.data) % kDirectAlign == 0 && spec.offset % kDirectAlign == 0;
+  const bool through_ring = spec.direct && (straight || backend_ == IoBackend::kUring);
+  if (through_ring) start_ring();
+  if (through_ring && ring_) {
     ring_queue_.push_back(std::move(request));
     ring_->wake();
     return job;
@@ -120,20 +124,24 @@ bool IoPool::take(std::deque<std::shared_ptr<Request>>& queue, Piece* piece) {
   return true;
 }
 
-// Huge pages make fewer segments of a transfer: the disk is up to twice as fast. Made when it is
-// needed first.
-char* IoPool::staging(size_t index, const std::string& path) {
-  std::call_once(staging_once_, [this] {
-    constexpr size_t kHuge = 2 << 20;
-    const size_t wanted = static_cast<size_t>(threads_wanted_ * chunk_);
-    const size_t bytes = wanted < kHuge ? wanted : (wanted + kHuge - 1) / kHuge * kHuge;
+char* IoPool::Staging::get(size_t index, size_t count, int64_t chunk, const std::string& path) {
+  std::call_once(once_, [&] {
+    constexpr size_t kHugePage = 2 << 20;
+    size_t bytes = count * static_cast<size_t>(chunk);
+    const bool huge = huge_ && bytes >= kHugePage;
+    if (huge) bytes = (bytes + kHugePage - 1) / kHugePage * kHugePage;
     void* made = nullptr;
-    if (posix_memalign(&made, wanted < kHuge ? kDirectAlign : kHuge, bytes) != 0) return;
-    if (wanted >= kHuge) (void)madvise(made, bytes, MADV_HUGEPAGE);
-    staging_.reset(static_cast<char*>(made));
+    if (posix_memalign(&made, huge ? kHugePage : kDirectAlign, bytes) != 0) return;
+    (void)madvise(made, bytes, huge ? MADV_HUGEPAGE : MADV_NOHUGEPAGE);
+    memory_.reset(static_cast<char*>(made));
   });
-  if (!staging_) throw Failure{Failure::kStorage, ENOMEM, "[disk] no memory for I/O buffers", path};
-  return staging_.get() + static_cast<int64_t>(index) * chunk_;
+  if (!memory_) throw Failure{Failure::kStorage, ENOMEM, "[disk] no memory for I/O buffers", path};
+  return memory_.get() + static_cast<int64_t>(index) * chunk;
+}
+
+char* IoPool::staging(bool ring, size_t index, const std::string& path) {
+  return (ring ? ring_staging_ : staging_)
+      .get(index, static_cast<size_t>(threads_wanted_), chunk_, path);
 }
 
 void IoPool::thread_loop(size_t index) {
@@ -148,7 +156,7 @@ void IoPool::thread_loop(size_t index) {
     if (!request.failed.load()) request.open();
     try {
       while (!request.failed.load() && piece.bytes > 0) {
-        piece.plan(piece.wants_staging() ? staging(index, request.spec.path) : nullptr);
+        piece.plan(piece.wants_staging() ? staging(false, index, request.spec.path) : nullptr);
         int64_t result;
         do {
           result = injected_result();
@@ -183,7 +191,7 @@ void IoPool::Ring::begin(size_t index) {
   if (!request.failed.load()) request.open();
   if (request.failed.load()) return done(index);
   try {
-    piece.plan(piece.wants_staging() ? pool->staging(index, request.spec.path) : nullptr);
+    piece.plan(piece.wants_staging() ? pool->staging(true, index, request.spec.path) : nullptr);
   } catch (Failure& failure) {
     request.fail(std::move(failure));
     return done(index);

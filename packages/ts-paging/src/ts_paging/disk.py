@@ -93,10 +93,11 @@ class DiskStore:
     never through links. A file's blocks are reserved before its first byte is written, so a full disk
     is an error of the call that asks for room, and rewriting a key at its size cannot fail for want of it.
     Bytes move by direct I/O where the file system takes it and mappings of the files see it (`direct`), else
-    by plain reads and writes, several chunks of 1 MiB at a time. Direct I/O goes through io_uring where the
-    kernel and the container let it (`uring`), all else on I/O threads of the store; tests choose with the
-    environment variable `TRAINSTREAM_IO`: ``auto``, ``uring`` or ``threads``. Bytes come back exactly, with
-    shape, dtype and dense strides; gaps and repeated rows of a view are not stored.
+    by plain reads and writes, several chunks of 1 MiB at a time. Direct I/O of page-aligned memory goes
+    through io_uring where the kernel and the container let it (`uring`), all else on I/O threads of the
+    store; tests choose with the environment variable `TRAINSTREAM_IO`: ``auto``, ``uring`` or ``threads``.
+    Bytes come back exactly, with shape, dtype and dense strides; gaps and repeated rows of a view are not
+    stored.
 
     A forked child cannot use its parent's store (`StateError`) and never removes its files.
 
@@ -169,7 +170,7 @@ class DiskStore:
 
     @property
     def uring(self) -> bool:
-        """Whether direct reads and writes go through io_uring."""
+        """Whether direct reads and writes of page-aligned memory go through io_uring."""
         return self.direct and self._native.uses_uring
 
     def __contains__(self, key: object) -> bool:

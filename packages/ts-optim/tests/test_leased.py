@@ -271,3 +271,21 @@ def test_memory_that_lends_nothing_is_used_in_place():
     works, terms = stopped_works(a, ours)
     assert type(leased.update_of(works, terms)) is not leased.LeasedUpdate
     assert isinstance(leased.update_of(works, terms), deferred.PlainUpdate)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_a_fork_does_not_hide_trouble():
+    memory = Lending(room=99)
+    ours, a = build([70], torch.float32, memory)
+    fill(ours, 0)
+    works, terms = stopped_works(a, ours)
+    memory.countdown, memory.error = 2, StorageError(5, "the disk is ill")
+    update = deferred.Update(works, terms, a._name)
+    with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
+        update.post()
+    deferred._finish_all()
+    with pytest.raises(StorageError, match="ill"):
+        _ = ours[0] * 1
+    assert update.finished or memory.countdown < 0
+    _ = ours[0] * 1
+    assert update.finished

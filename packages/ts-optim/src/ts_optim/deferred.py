@@ -7,7 +7,6 @@ ends with its last update; it is no daemon, so the interpreter waits for it at e
 
 from __future__ import annotations
 
-import contextlib
 import os
 import threading
 import time
@@ -25,19 +24,9 @@ from .leased import update_of
 from .slots import KEPT
 from .transfer import Work
 
-__all__ = ["PendingUpdates", "Update", "await_others", "by_rank", "is_deferrable"]
+__all__ = ["PendingUpdates", "Update", "await_others", "by_rank"]
 
 _unfinished: weakref.WeakValueDictionary[int, Update] = weakref.WeakValueDictionary()
-
-
-def is_deferrable(work: Work) -> bool:
-    """Tell whether the update of a parameter may run after `step()`: whoever uses it will wait.
-
-    float64 ones run in many operations, which an interrupt could split.
-    """
-    slot = work.slot
-    cpu = slot.param.device.type == "cpu"
-    return cpu and slot.bucket[0] == "plain" and guard_of(slot.param) is not None
 
 
 def await_others(params: Sequence[torch.Tensor]) -> None:
@@ -48,13 +37,16 @@ def await_others(params: Sequence[torch.Tensor]) -> None:
             entry.wait()
 
 
-def _version(t: torch.Tensor) -> int:
-    return -1 if t.is_inference() else t._version
+def _versions(tensors: Sequence[torch.Tensor]) -> list[int]:
+    try:
+        return [t._version for t in tensors]
+    except RuntimeError:  # inference tensors have none
+        return [-1 if t.is_inference() else t._version for t in tensors]
 
 
-def _address(param: torch.Tensor) -> int:
+def _addresses(works: Sequence[Work]) -> list[int]:
     with torch._C.DisableTorchFunctionSubclass():
-        return param.data_ptr()
+        return [work.slot.param.data_ptr() for work in works]
 
 
 class Update:
@@ -78,24 +70,32 @@ class Update:
         self._plain: PlainUpdate | None = update_of(works, terms)
         self._name_of = weakref.WeakMethod(name_of)
         self._clock: Clock = terms.clock
-        self._guards = [entry for work in works if (entry := guard_of(work.slot.param)) is not None]
+        self._guards = [work.guard for work in works if work.guard is not None]
         self._lock = threading.RLock()
-        self._seen: list[tuple[Work, str, torch.Tensor, int]] = []
+        self._posting = threading.RLock()
+        self._seen: list[int] = []
+        self.posted = False
         self.error: Exception | None = None
         self.trouble: StorageError | None = None
         self.finished = False
 
     def post(self) -> None:
-        """Let users of the parameters wait for it from now on."""
-        assert self._plain is not None
-        works = self._plain.works
-        # Now, so that whoever compares versions without reading, as the pager and autograd do, knows at once;
-        # and once more when the values are there.
-        torch.autograd.graph.increment_version([work.slot.weights for work in works])
-        self._seen = [(work, what, t, _version(t)) for work in works for what, t in _watched(work)]
-        _unfinished[id(self)] = self
-        for entry in self._guards:
-            entry.pending = self
+        """Let users of the parameters wait for it from now on; once done, do nothing."""
+        if self.posted:
+            return
+        with self._posting:
+            plain = self._plain
+            if self.posted or plain is None:
+                return
+            works = plain.works
+            # Now, so that whoever compares versions without reading, as the pager and autograd do, knows at
+            # once; and once more when the values are there.
+            torch.autograd.graph.increment_version([work.slot.weights for work in works])
+            self._seen = _versions(_watched(works))
+            _unfinished[id(self)] = self
+            for entry in self._guards:
+                entry.pending = self
+            self.posted = True
 
     def __call__(self) -> None:
         """Wait for it; run it here if nobody has started it.
@@ -119,6 +119,11 @@ class Update:
                 self.forget()
             raise trouble
 
+    def complete(self) -> None:
+        """Wait for it, or run it; errors are kept for those who use its parameters."""
+        with self._lock:
+            self._advance()
+
     def run(self) -> None:
         """Run it unless somebody else does; errors are kept for those who wait."""
         if self._lock.acquire(blocking=False):
@@ -139,11 +144,12 @@ class Update:
         if self.finished or plain is None:
             return
         try:
+            self.post()
             # Only tensors that are not guarded are used, so that a signal handler that comes in between can
             # use those that are.
             with span("ts/optim/update"), torch.no_grad():
                 if plain.due:
-                    self._check()
+                    self._check(plain.works)
                 plain.run()
         except StorageError as error:
             self.trouble = error.with_traceback(None)
@@ -157,26 +163,32 @@ class Update:
         self._plain, self._seen = None, []  # lets go of the gradients
         _unfinished.pop(id(self), None)
 
-    def _check(self) -> None:
+    def _check(self, works: Sequence[Work]) -> None:
         """Refuse to compute with what is not what it was when `step()` committed to it."""
-        for work, what, t, version in self._seen:
-            moved = what == "value" and _address(work.slot.param) != work.slot.key[0]
-            if moved or _version(t) != version:
-                name_of = self._name_of()
-                name = f"parameter {work.index}" if name_of is None else name_of(work.slot.param)
-                raise StateError(
-                    f"[OffloadAdamW] {name}: its {what} was {'exchanged' if moved else 'changed in place'} "
-                    "after step() and before the update ran, so nothing was written. Do that before step() "
-                    "or after synchronize(). To go on without this update, call synchronize(), which raises "
-                    "this once more"
-                )
+        now, seen, addresses = _versions(_watched(works)), self._seen, _addresses(works)
+        if now == seen and addresses == [work.slot.key[0] for work in works]:
+            return
+        at = 0
+        for work, address in zip(works, addresses, strict=True):
+            for what in ("gradient", "value", *[name for name in KEPT if name in work.slot.state]):
+                exchanged = what == "value" and address != work.slot.key[0]
+                if exchanged or now[at] != seen[at]:
+                    self._refuse(work, what, "exchanged" if exchanged else "changed in place")
+                at += 1
+
+    def _refuse(self, work: Work, what: str, how: str) -> None:
+        name_of = self._name_of()
+        name = f"parameter {work.index}" if name_of is None else name_of(work.slot.param)
+        raise StateError(
+            f"[OffloadAdamW] {name}: its {what} was {how} after step() and before the update ran, so nothing "
+            "was written. Do that before step() or after synchronize(). To go on without this update, call "
+            "synchronize(), which raises this once more"
+        )
 
 
-def _watched(work: Work) -> list[tuple[str, torch.Tensor]]:
-    """What an update reads, under the names of messages; in-place writes to it move version counters."""
-    slot = work.slot
-    held = [("gradient", work.grad), ("value", slot.weights)]
-    return held + [(name, slot.state[name]) for name in KEPT if name in slot.state]
+def _watched(works: Sequence[Work]) -> list[torch.Tensor]:
+    """What an update reads; in-place writes to it move version counters."""
+    return [t for work in works for t in (work.grad, *work.slot.watched)]
 
 
 def _work_off(updates: Sequence[Update]) -> None:
@@ -184,23 +196,25 @@ def _work_off(updates: Sequence[Update]) -> None:
         update.run()
 
 
-def by_rank(works: Sequence[Work], terms: Terms, name_of: Callable[[torch.Tensor], str]) -> list[Update]:
-    """Group the updates of guarded parameters, next needed first.
+def by_rank(works: Sequence[Work]) -> list[list[Work]]:
+    """Group the works of guarded parameters by updates, next needed first.
 
     Args:
-        works: All of them deferrable.
-        terms: What `step()` fixed.
-        name_of: A method that gives a parameter's name for messages.
+        works: All of them may wait.
 
     Returns:
-        One update a rank, or two where 16-bit and fp32 parameters meet.
+        One list a rank, or two where 16-bit and fp32 parameters meet.
     """
     groups: dict[tuple[int, bool], list[Work]] = {}
     for work in works:
-        entry = guard_of(work.slot.param)
-        rank = 0 if entry is None else entry.rank
+        rank = 0 if work.guard is None else work.guard.rank
         groups.setdefault((rank, work.slot.low), []).append(work)
-    return [Update(groups[key], terms, name_of) for key in sorted(groups)]
+    return [groups[key] for key in sorted(groups)]
+
+
+def _post(updates: Sequence[Update]) -> None:
+    for update in updates:
+        update.post()
 
 
 class PendingUpdates:
@@ -210,17 +224,29 @@ class PendingUpdates:
         """Hold none."""
         self._updates: list[Update] = []
 
-    def commit(self, updates: Sequence[Update]) -> None:
-        """Start running updates in this order, and return; `drain` waits for those before, too."""
-        self._updates = [old for old in self._updates if not old.finished or old.error is not None]
-        self._updates += updates
-        for update in updates:
-            update.post()
-        if updates:
-            try:
-                threading.Thread(target=_work_off, args=(updates,), name="ts-optim").start()
-            except RuntimeError:  # none to be had: no more threads allowed, or the interpreter is ending
-                _work_off(updates)
+    def commit(
+        self, groups: Sequence[Sequence[Work]], terms: Terms, name_of: Callable[[torch.Tensor], str]
+    ) -> None:
+        """Start updates in this order, and return when all are posted; `drain` waits for those before, too.
+
+        Args:
+            groups: The works of each update; see `Update` for the rest.
+            terms: What `step()` fixed.
+            name_of: A method that gives a parameter's name.
+        """
+        updates = [Update(works, terms, name_of) for works in groups]
+        self._updates = [old for old in self._updates if not old.finished or old.error is not None] + updates
+        try:
+            # The first one begins while the others are posted; the thread posts those that it comes to.
+            updates[0].post()
+            threading.Thread(target=_work_off, args=(updates,), name="ts-optim").start()
+            _post(updates)
+        except RuntimeError:  # none to be had: no more threads allowed, or the interpreter is ending
+            _post(updates)
+            _work_off(updates)
+        except BaseException:  # an interrupt: a step is committed as a whole
+            _post(updates)
+            raise
 
     def drain(self) -> None:
         """Wait for every update.
@@ -253,8 +279,7 @@ def _finish_all() -> None:
     for reference in _unfinished.valuerefs():
         update = reference()
         if update is not None:
-            with contextlib.suppress(Exception):  # whoever waits for it gets to know
-                update()
+            update.complete()
 
 
 os.register_at_fork(before=_finish_all)

@@ -13,7 +13,7 @@ import torch
 from ts_core.guard import guard_of
 from ts_core.trace import span
 
-from .deferred import by_rank, is_deferrable
+from .deferred import by_rank
 from .gradients import ConsumedGradient, gradient_of
 from .kernel import Terms, call_kernel
 from .norms import square_sums
@@ -111,7 +111,7 @@ class EagerUpdates(Stepping):
                 terms = self._terms(hyper, 1.0)
                 self._at_the_end_of_this_pass()
                 param.grad = ConsumedGradient(grad)
-                if is_deferrable(work):
+                if work.waits:
                     self._landed.append(work)
                 elif work.slot.bucket[0] == "staged":
                     self._cross(work, terms)
@@ -156,7 +156,7 @@ class EagerUpdates(Stepping):
             self._passes.clear()
         if landed:
             hyper = [hyper_of(group) for group in self.param_groups]
-            self._pending.commit(by_rank(landed, self._terms(hyper, 1.0), self._name))
+            self._pending.commit(by_rank(landed), self._terms(hyper, 1.0), self._name)
         self._moved["h2d_bytes"] += self._jobs.join()
 
     def _drain(self) -> None:

@@ -74,6 +74,7 @@ class Housing(Reports):
             ArgumentTypeError: The provider returned something that makes no memory.
         """
         self._drain()
+        self._roster = None
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             for param in params:
                 if self._state.get(param):

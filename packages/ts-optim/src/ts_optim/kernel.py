@@ -82,7 +82,6 @@ class Terms:
         seeds: Of random rounding, by group.
         ema: Decay of the moving average.
         measures: Takes sums of squares; None does not measure.
-        home: Says where the memory of a state tensor is from; None: from nowhere special.
     """
 
     table: torch.Tensor
@@ -92,7 +91,6 @@ class Terms:
     seeds: Sequence[int] = ()
     ema: float = 0.0
     measures: Measures | None = None
-    home: Callable[[torch.Tensor], Any] | None = None
 
 
 def is_plain(slot: Slot, terms: Terms) -> bool:
@@ -218,8 +216,9 @@ class PlainUpdate:
         start = time.perf_counter()
         # Neither Ctrl-C nor a signal handler that waits for this very update comes between these lines: the
         # interpreter looks for signals after calls and at jumps back. The kernel advances the counter.
-        self._tried = True
-        if counter == self._count:
+        tried, self._tried = self._tried, True
+        # Comparing tensors lets another thread have the interpreter, for milliseconds: only where asked.
+        if not tried or counter == self._count:
             kernel(*arguments)
         self._terms.clock.add("kernel_s", time.perf_counter() - start)
         for weights, flat in self._copies:
@@ -229,12 +228,7 @@ class PlainUpdate:
             self._terms.measures.add(self.works, sums)
 
     def _bump_versions(self) -> None:
-        written = [work.slot.weights for work in self.works if work.slot.dense]
-        for work in self.works:
-            slot = work.slot
-            written += [slot.exp_avg, slot.exp_avg_sq, *slot.scales]
-            written += [] if slot.ema is None else [slot.ema]
-        torch.autograd.graph.increment_version(written)
+        torch.autograd.graph.increment_version([t for work in self.works for t in work.slot.written])
 
 
 def update_double(works: Sequence[Work], hyper: Sequence[Hyper], terms: Terms) -> None:

@@ -70,7 +70,7 @@ class _Part:
     def tensors(self) -> list[torch.Tensor]:
         """What the kernel uses: weights, gradient, moments, master, average, scales; cut to the part."""
         slot = self.work.slot
-        found = [slot.weights, self.work.grad, slot.exp_avg, slot.exp_avg_sq]
+        found = [slot.weights, self.work.grad.view(-1), slot.exp_avg, slot.exp_avg_sq]
         found += [t for t in (slot.master, slot.ema) if t is not None]
         return [t[self.begin : self.end] for t in found] + list(slot.scales)
 
@@ -102,10 +102,6 @@ class _Piece:
     told: bool = False
     done: bool = False
 
-    @property
-    def elements(self) -> int:
-        return sum(part.end - part.begin for part in self.parts)
-
     def start(self, memory: LeasedMemory, wait: bool) -> None:
         """Start reading, if it has not begun."""
         if self.lease is None and not self.done:
@@ -118,15 +114,17 @@ class _Piece:
 
 def _cut(works: Sequence[Work], whole: bool, lease_bytes: int) -> list[_Piece]:
     most = min(max(lease_bytes // (_PIECES * _WIDTH) // _GRAIN * _GRAIN, _GRAIN), _PIECE)
-    pieces = [_Piece()]
+    pieces, elements = [_Piece()], 0
     for place, work in enumerate(works):
         numel = work.grad.numel()
         size = max(numel, 1) if whole else most
         for begin in range(0, max(numel, 1), size):  # one for a parameter without elements too
-            part = _Part(place, work, begin, min(begin + size, numel))
-            if pieces[-1].parts and pieces[-1].elements + part.end - part.begin > most:
+            end = min(begin + size, numel)
+            if pieces[-1].parts and elements + end - begin > most:
                 pieces.append(_Piece())
-            pieces[-1].parts.append(part)
+                elements = 0
+            pieces[-1].parts.append(_Part(place, work, begin, end))
+            elements += end - begin
     return pieces
 
 
@@ -240,7 +238,7 @@ def update_of(works: Sequence[Work], terms: Terms) -> PlainUpdate:
         works: One or more, of one `Slot.bucket`.
         terms: What `step()` fixed.
     """
-    homes = [] if terms.home is None else [terms.home(work.slot.state["exp_avg"]) for work in works]
+    homes = [work.slot.home for work in works if work.slot.home is not None]
     lenders = [memory for memory in homes if hasattr(memory, "lease")]
     if lenders and all(work.slot.dense for work in works):
         return LeasedUpdate(works, terms, cast(LeasedMemory, lenders[0]))

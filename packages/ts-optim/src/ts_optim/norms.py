@@ -6,23 +6,10 @@ from collections.abc import Sequence
 
 import torch
 
-from ts_core.guard import guard_of
-
 from ._ops import grad_sumsq
 from .transfer import Work
 
-__all__ = ["measured", "square_sums"]
-
-
-def measured(param: torch.Tensor, grad: torch.Tensor) -> float | None:
-    """Return the sum of squares that came to the host with a gradient, or None.
-
-    Args:
-        param: The parameter.
-        grad: Its gradient, read past the parameter's own class.
-    """
-    entry = guard_of(param)
-    return None if entry is None else entry.square_sum_of(grad)
+__all__ = ["square_sums"]
 
 
 def square_sums(works: Sequence[Work], threads: int) -> list[float]:

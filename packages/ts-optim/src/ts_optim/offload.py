@@ -17,17 +17,19 @@ from ts_core.trace import span
 
 from .auto import ModeChoice, step_seconds
 from .checkpoint import checked_groups, checked_states
-from .deferred import PendingUpdates, Update, await_others
+from .deferred import PendingUpdates, await_others
 from .eager import EagerUpdates
-from .gradients import Arrivals, gradient_of
+from .gradients import Arrivals
 from .hooks import BackwardCounter
 from .kernel import Clock, Measures
 from .moments import MOMENT_DTYPES
 from .options import OffloadOptions, check_group, hyper_of
 from .placement import PlacePolicy, place_by_size
 from .reports import decoded
+from .roster import Positions, Roster
 from .slots import Slot, StateMaker
 from .stepping import SEED
+from .transfer import Work
 
 if TYPE_CHECKING:
     from types import EllipsisType
@@ -227,6 +229,8 @@ class OffloadAdamW(EagerUpdates):
             in_place=self._choice.in_place,
         )
         self._slots: dict[torch.Tensor, Slot] = {}
+        self._roster: Roster | None = None
+        self._numbered: Positions | None = None
         self._names: dict[torch.Tensor, str] = {}
         self._attached = False
         self._norm: float | None = None
@@ -246,6 +250,8 @@ class OffloadAdamW(EagerUpdates):
 
     def _start_watching(self) -> None:
         """Set up what listens to backward passes, by the options."""
+        self._watched: Positions | None = None
+        self._unwatched: list[torch.Tensor] = []
         if self._counter is not None:
             self._counter.close()
         limit = self._options.accumulation_steps
@@ -319,6 +325,7 @@ class OffloadAdamW(EagerUpdates):
     @state.setter
     def state(self, value: defaultdict[torch.Tensor, Any]) -> None:
         self._drain()
+        self._roster = None
         self._state = value
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -346,18 +353,19 @@ class OffloadAdamW(EagerUpdates):
         # Nothing is pending now on what is updated, and reads of ours are no escapes.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), span("ts/optim/step"):
             hyper = [hyper_of(group) for group in self.param_groups]
-            works = self._collect(
-                [(i, g, p, grad) for i, g, p in self._positions() if (grad := gradient_of(p)) is not None]
-            )
+            works = self._found()
             scale = self._scale(works)
-            later: list[Update] = []
+            later: list[list[Work]] = []
+            terms = None
             if scale is None:
                 self._moved["skipped_steps"] += 1
             else:
-                later = self._update(works, self._terms(hyper, scale), hyper)
+                terms = self._terms(hyper, scale)
+                later = self._update(works, terms, hyper)
                 self._await_kernels(works)
                 self._moved["steps"] += 1
-        self._pending.commit(later)
+        if terms is not None and later:
+            self._pending.commit(later, terms, self._name)
         self._begun, self._sums = False, {}
         if self._counter is not None:
             self._counter.reset()
@@ -480,6 +488,7 @@ class OffloadAdamW(EagerUpdates):
             self._maker.discard(old.values())
         self._maker.discard(slot.master for slot in self._slots.values() if slot.staged)
         self._keep_seed()
+        self._roster = None
         self._state.clear()
         self._state.update(states)
         self._slots.clear()
@@ -514,9 +523,15 @@ class OffloadAdamW(EagerUpdates):
 
     def _watch(self) -> None:
         watchers = [each for each in (self._counter, self._arrivals) if each is not None]
-        if watchers:
-            self._places.clear()
-            for index, number, param in self._positions():
-                self._places[param] = index, number
+        if not watchers:
+            return
+        positions = self._positions()
+        if positions is not self._watched:
+            self._places = {param: (index, number) for index, number, param in positions.all}
+            self._watched, self._unwatched = positions, list(self._places)
+        if self._unwatched:
+            for param in self._unwatched:
                 for watcher in watchers:
                     watcher.watch(param)
+            # One that needs no gradient may need it later.
+            self._unwatched = [p for p in self._unwatched if not (p.requires_grad and p.is_leaf)]

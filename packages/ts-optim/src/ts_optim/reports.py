@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -16,6 +15,7 @@ from .deferred import PendingUpdates
 from .kernel import Clock, Measures
 from .moments import unpack
 from .options import OffloadOptions
+from .roster import Positions, Roster
 from .slots import Slot, StateMaker
 
 __all__ = ["Reports", "decoded"]
@@ -50,21 +50,20 @@ class Reports(torch.optim.Optimizer):
     _nonfinite: tuple[int, str] | None
     _first_nonfinite: tuple[int, str] | None
     _measures: Measures | None
+    #: Positions of the parameters in the groups as they were, and what holds for works from step to step.
+    _numbered: Positions | None
+    _roster: Roster | None
 
     def _drain(self) -> None:
         """Wait for every update, wherever it runs."""
         self._pending.drain()
 
-    def _positions(self) -> Iterator[tuple[int, int, torch.Tensor]]:
-        """Yield index, group index and parameter, each parameter once."""
-        seen: set[torch.Tensor] = set()
-        index = 0
-        for number, group in enumerate(self.param_groups):
-            for param in group["params"]:
-                if param not in seen:
-                    seen.add(param)
-                    yield index, number, param
-                index += 1
+    def _positions(self) -> Positions:
+        """Number the parameters, each once; the same object while the groups hold the same ones."""
+        known = self._numbered
+        if known is None or not known.current(self.param_groups):
+            known = self._numbered = Positions(self.param_groups)
+        return known
 
     def _name(self, param: torch.Tensor) -> str:
         if param in self._names:
@@ -156,7 +155,7 @@ class Reports(torch.optim.Optimizer):
                 "without"
             )
         self._note_measured()
-        params = {index: param for index, _, param in self._positions()}
+        params = {index: param for index, _, param in self._positions().all}
         result = {}
         for index, sums in self._measures.read().items():
             grad, update, weight = map(math.sqrt, sums)
@@ -169,7 +168,7 @@ class Reports(torch.optim.Optimizer):
         """See which gradient was not finite, from the sums that kernels left."""
         self._drain()
         if self._measures is not None and self._nonfinite is None:
-            params = {index: param for index, _, param in self._positions()}
+            params = {index: param for index, _, param in self._positions().all}
             for index, sums in self._measures.read().items():
                 if not math.isfinite(sums[0]):
                     self._report_nonfinite(

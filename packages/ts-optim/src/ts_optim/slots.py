@@ -19,6 +19,7 @@ from .placement import MemoryProvider, Place, PlacePolicy, StateMemory
 __all__ = ["KEPT", "Slot", "State", "StateMaker", "check_param", "flat_gradient", "fresh_step", "is_dense"]
 
 State = dict[str, Any]
+Bucket = tuple[str, bool, torch.device]
 
 #: What an entry of `optimizer.state` may hold: scales beside int8 moments, "master" for 16-bit parameters
 # only.
@@ -89,6 +90,13 @@ class Slot:
         ema: Flat view of the moving average of the weights, or None.
         in_place: The parameter is on a device, and kernels there reach its state in host memory.
         state: The entry of `optimizer.state` that the views belong to.
+        low: The parameter is a 16-bit one with an fp32 master.
+        bucket: What can share one kernel call with it: kind, `low`, device.
+        direct: Host kernels take its contiguous gradients as they are.
+        home: Where the memory of the moments is from; None is the default memory.
+        watched: What the kernels read beside the gradient: weights, then the state's tensors in the order of
+            `KEPT`.
+        written: What host kernels write, apart from masters.
         staging: Host buffer of the gradient (flat), for staged ones; made at the first step.
         leaving: Host buffer of updated 16-bit weights, where gradients are wider.
         version: Version counter of the parameter after our last write, for staged ones.
@@ -108,21 +116,23 @@ class Slot:
     scales: tuple[torch.Tensor, ...] = ()
     ema: torch.Tensor | None = None
     in_place: bool = False
+    low: bool = False
+    bucket: Bucket = ("plain", False, torch.device("cpu"))
+    direct: bool = False
+    home: StateMemory | None = None
+    watched: tuple[torch.Tensor, ...] = ()
+    written: tuple[torch.Tensor, ...] = ()
     staging: torch.Tensor | None = None
     leaving: torch.Tensor | None = None
     version: int = -1
 
     @property
-    def low(self) -> bool:
-        """Whether the parameter is a 16-bit one with an fp32 master."""
-        return self.param.dtype in _LOW
+    def deferrable(self) -> bool:
+        """Whether its update may run after `step()`, if its users wait for that.
 
-    @property
-    def bucket(self) -> tuple[str, bool, torch.device]:
-        """What can share one kernel call with it."""
-        kind = "double" if self.param.dtype is torch.float64 else "staged" if self.staged else "plain"
-        kind = "in_place" if self.in_place else kind
-        return kind, self.low, self.param.device
+        float64 ones run in many operations, which an interrupt could split.
+        """
+        return self.bucket[0] == "plain" and self.bucket[2].type == "cpu"
 
     def current(self, key: tuple[Any, ...], state: State) -> bool:
         """Tell whether nobody has exchanged the parameter's memory or the state's tensors since."""
@@ -422,6 +432,12 @@ class StateMaker:
             master = flat(made.copy_(param.detach()))
             if made in self._homes:  # the view is what is kept, counted and discarded
                 self._homes[master] = self._homes[made]
+        weights = flat(param) if dense else param.detach()
+        exp_avg, exp_avg_sq, scales = flat(state["exp_avg"]), flat(state["exp_avg_sq"]), _scales_of(state)
+        ema = (flat(state["ema"]),) if "ema" in state else ()
+        low = param.dtype in _LOW
+        kind = "double" if param.dtype is torch.float64 else "staged" if staged else "plain"
+        kind = "in_place" if in_place else kind
         return Slot(
             param=param,
             key=key,
@@ -430,13 +446,19 @@ class StateMaker:
             dense=dense,
             state=state,
             tensors=_identity(state),
-            weights=flat(param) if dense else param.detach(),
+            weights=weights,
             master=master,
-            exp_avg=flat(state["exp_avg"]),
-            exp_avg_sq=flat(state["exp_avg_sq"]),
-            scales=_scales_of(state),
-            ema=flat(state["ema"]) if "ema" in state else None,
+            exp_avg=exp_avg,
+            exp_avg_sq=exp_avg_sq,
+            scales=scales,
+            ema=ema[0] if ema else None,
             in_place=in_place,
+            low=low,
+            bucket=(kind, low, param.device),
+            direct=kind == "plain" and param.device.type == "cpu" and param.is_contiguous(),
+            home=self._homes.get(state["exp_avg"]),
+            watched=(weights, *[state[name] for name in KEPT if name in state]),
+            written=(*([weights] if dense else []), exp_avg, exp_avg_sq, *scales, *ema),
             version=param._version,
         )
 

@@ -8,12 +8,16 @@ import time
 import torch
 
 from ts_core.errors import StateError
+from ts_core.guard import guard_of
 
-from .deferred import Update, by_rank, is_deferrable
+from . import _C
+from .deferred import by_rank
+from .gradients import gradient_of
 from .housing import Housing
 from .kernel import Measures, PlainUpdate, Terms, call_kernel, update_double
-from .norms import measured, square_sums
+from .norms import square_sums
 from .options import Hyper
+from .roster import Roster
 from .slots import State, check_param, flat_gradient, key_of, only_in
 from .transfer import Batch, Work, staged_step
 
@@ -49,6 +53,23 @@ class Stepping(Housing):
             raise
         return made
 
+    def _found(self) -> list[Work]:
+        """List the works of a step: of every parameter that has a gradient, checked."""
+        positions, roster = self._positions(), self._roster
+        fits = roster is not None and roster.positions is positions
+        if roster is not None and fits and roster.current(self._slots, self._state):
+            works = roster.works(self._options.needs_norm)
+            if works is not None:
+                return works
+        else:
+            roster = None
+        works = self._collect(
+            [(i, g, p, grad) for i, g, p in positions.all if (grad := gradient_of(p)) is not None]
+        )
+        if roster is None and not self._options.in_backward:  # there gradients come one by one
+            self._roster = Roster(positions, self._slots, self._state)
+        return works
+
     def _collect(self, found: list[tuple[int, int, torch.Tensor, torch.Tensor]]) -> list[Work]:
         """Check every gradient, then make missing state; the state is stored when all of it is there.
 
@@ -67,11 +88,11 @@ class Stepping(Housing):
                 stale.append((param, old or {}))
         states = self._make_states(stale, copy=False)
         slots = {param: self._maker.make_slot(param, state, key_of(param)) for param, state in states}
-        works = [
-            Work(index, group, slot, flat_gradient(slot, grad), measured(param, grad))
-            for index, group, param, grad in found
-            for slot in [slots.get(param) or self._slots[param]]
-        ]
+        works = []
+        for index, group, param, grad in found:
+            slot, guard = slots.get(param) or self._slots[param], guard_of(param)
+            known = None if guard is None else guard.square_sum_of(grad)
+            works.append(Work(index, group, slot, flat_gradient(slot, grad), known, guard))
         for (param, new), (_, old) in zip(states, stale, strict=True):
             self._maker.discard(only_in(old, new))
             before = self._slots.get(param)
@@ -132,20 +153,19 @@ class Stepping(Housing):
             torch.tensor(hyper, dtype=torch.float64),
             scale,
             # Asked here: another thread may have another number.
-            self._options.threads or torch.get_num_threads(),
+            _C.thread_count(self._options.threads or 0),
             self._clock,
             [group.get(SEED, 0) for group in self.param_groups],
             self._options.ema or 0.0,
             self._measures,
-            self._maker.home,
         )
 
-    def _update(self, works: list[Work], terms: Terms, hyper: list[Hyper]) -> list[Update]:
-        """Update what cannot wait; return the updates that can, in their order."""
+    def _update(self, works: list[Work], terms: Terms, hyper: list[Hyper]) -> list[list[Work]]:
+        """Update what cannot wait; return what can, in the order of its updates."""
         buckets: dict[tuple[str, bool, torch.device], list[Work]] = {}
         later: list[Work] = []
         for work in works:
-            if is_deferrable(work):
+            if work.waits:
                 later.append(work)
             else:
                 buckets.setdefault(work.slot.bucket, []).append(work)
@@ -162,7 +182,7 @@ class Stepping(Housing):
                 self._moved["h2d_bytes"] += up
             else:
                 PlainUpdate(members, terms).run()
-        return by_rank(later, terms, self._name)
+        return by_rank(later)
 
     def _await_kernels(self, works: list[Work]) -> None:
         """Wait for kernels that write state in host memory, which the host may read next."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ts_core.guard import Guard
 from ts_core.registry import CopyTicket, copy_engine
 
 from .slots import Slot, StateMaker
@@ -16,7 +17,7 @@ __all__ = ["Arrival", "Batch", "Work", "depart", "settle", "staged_step", "updat
 _BATCH_BYTES = 32 << 20
 
 
-@dataclass
+@dataclass(slots=True)
 class Work:
     """One parameter of one step.
 
@@ -24,8 +25,9 @@ class Work:
         index: Position among the optimizer's parameters.
         group: Index of its parameter group.
         slot: Its slot.
-        grad: Its gradient, flat, in the element order of the slot.
+        grad: Its gradient, in the element order of the slot: flat, or contiguous if the slot is `direct`.
         square_sum: Of the gradient, if it was measured before it came to the host.
+        guard: The parameter's guard, if it has one.
     """
 
     index: int
@@ -33,6 +35,12 @@ class Work:
     slot: Slot
     grad: torch.Tensor
     square_sum: float | None = None
+    guard: Guard | None = None
+
+    @property
+    def waits(self) -> bool:
+        """Whether its update may run after `step()`: whoever uses the parameter will wait."""
+        return self.guard is not None and self.slot.deferrable
 
 
 @dataclass

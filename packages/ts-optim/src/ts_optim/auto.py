@@ -10,6 +10,7 @@ import torch
 
 from ts_core.registry import host_allocator
 
+from . import _C
 from .options import OffloadOptions
 
 __all__ = ["ModeChoice", "step_seconds"]
@@ -126,7 +127,7 @@ class ModeChoice:
     def _measure(self, param: torch.Tensor) -> Verdict:
         options = self._options
         dtype = torch.bfloat16 if param.dtype.itemsize == 2 else torch.float32
-        threads = options.threads or torch.get_num_threads()
+        threads = _C.thread_count(options.threads or 0)
         key = (param.device, options.moments, dtype, threads)
         with _lock:
             if key not in _measured:

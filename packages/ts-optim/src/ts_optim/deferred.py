@@ -12,6 +12,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -234,6 +235,7 @@ class PendingUpdates:
             terms: What `step()` fixed.
             name_of: A method that gives a parameter's name.
         """
+        terms = replace(terms, threads=terms.behind or terms.threads)
         updates = [Update(works, terms, name_of) for works in groups]
         self._updates = [old for old in self._updates if not old.finished or old.error is not None] + updates
         try:

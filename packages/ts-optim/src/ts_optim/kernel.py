@@ -82,6 +82,7 @@ class Terms:
         seeds: Of random rounding, by group.
         ema: Decay of the moving average.
         measures: Takes sums of squares; None does not measure.
+        behind: Host threads of updates that run behind `step()`; 0: as many.
     """
 
     table: torch.Tensor
@@ -91,6 +92,7 @@ class Terms:
     seeds: Sequence[int] = ()
     ema: float = 0.0
     measures: Measures | None = None
+    behind: int = 0
 
 
 def is_plain(slot: Slot, terms: Terms) -> bool:

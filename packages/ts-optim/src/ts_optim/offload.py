@@ -130,7 +130,9 @@ class OffloadAdamW(EagerUpdates):
         pin_moments: Page-lock host state. None: that of CUDA parameters.
         moment_dtype: "float32", "fp32", torch.float32 or "auto"; "bfloat16", "bf16" or torch.bfloat16;
             "int8", "8bit" or torch.int8.
-        threads: Host threads; None takes `torch.get_num_threads()`. Results do not depend on it.
+        threads: Host threads; None takes `torch.get_num_threads()`, at most the cores that this process may
+            use, and for updates behind `step()` one less of four or more where CUDA is in use. Results do not
+            depend on it.
         distributed: False. True is not available yet.
         place: Where the state of a CUDA parameter lives; see `place_by_size`.
         measure_grad_norm: Measure `last_grad_norm` without clipping.

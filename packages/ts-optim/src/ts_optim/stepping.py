@@ -11,6 +11,7 @@ from ts_core.errors import StateError
 from ts_core.guard import guard_of
 
 from . import _C
+from .counts import threads_behind
 from .deferred import by_rank
 from .gradients import gradient_of
 from .housing import Housing
@@ -158,6 +159,7 @@ class Stepping(Housing):
             [group.get(SEED, 0) for group in self.param_groups],
             self._options.ema or 0.0,
             self._measures,
+            threads_behind(self._options.threads),
         )
 
     def _update(self, works: list[Work], terms: Terms, hyper: list[Hyper]) -> list[list[Work]]:

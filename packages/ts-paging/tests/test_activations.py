@@ -133,8 +133,11 @@ def assert_same(actual, expected):
 
 
 @contextlib.contextmanager
-def engine_of(kind):
-    engine = CopyEngine(chunk_bytes=100, window_bytes=200) if kind == "ours" else registry.TorchCopyEngine()
+def engine_of(kind, chunk_bytes=100):
+    """Ours copies in tiny chunks, so that small tensors take several."""
+    ours = kind == "ours"
+    engine = CopyEngine(chunk_bytes=chunk_bytes, window_bytes=2 * chunk_bytes) if ours else None
+    engine = engine or registry.TorchCopyEngine()
     before = registry.set_copy_engine(engine)
     try:
         yield engine
@@ -479,7 +482,7 @@ class TestGpu:
                 y.square().sum(), [first, *[p for m in layers for p in m.parameters()]]
             )
 
-        with engine_of("ours"):
+        with engine_of("ours", 1 << 20):
             expected = run(None)
             store = HostActivations(arena.empty, max_ahead_bytes=ahead)
             for _ in range(20):
@@ -489,7 +492,7 @@ class TestGpu:
 
     def test_device_memory_is_free_while_it_is_away(self):
         arena = HostArena(slab_bytes=64 << 20)
-        with engine_of("ours") as engine:
+        with engine_of("ours", 1 << 20) as engine:
             store = HostActivations(arena.empty)
             tensor = torch.ones(8 << 20, device="cuda")
             saved = park_hook(store, frozenset(), 0)(tensor)

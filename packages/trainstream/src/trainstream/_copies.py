@@ -13,7 +13,7 @@ from ts_core import registry
 from ts_core.blocks import parameter_bytes
 from ts_paging.arena import HostArena, slab_bytes_from_env
 
-__all__ = ["give_back", "reserve", "use_fast_copies"]
+__all__ = ["give_back", "let_go", "reserve", "use_fast_copies"]
 
 _INFLIGHT = 1 << 30
 _LEAST_SLAB = 16 << 20
@@ -60,8 +60,20 @@ def reserve(paged: Iterable[Tensor]) -> None:
         arena.reserve(arena.live_bytes + more)
 
 
+def let_go() -> None:
+    """Wait for the copies under way and let go of what they moved: slots and gradients of the latest step.
+
+    The engine holds the tensors of a copy until it sees that it is through, and looks when the next one is
+    issued. Where nothing streams any more, there may be no next one.
+    """
+    engine = registry.copy_engine()
+    if isinstance(engine, ts_paging.CopyEngine):
+        engine.synchronize()
+
+
 def give_back() -> None:
     """Return page-locked slabs that hold nothing any more."""
+    let_go()
     arena = registry.host_allocator()
     if isinstance(arena, HostArena):
         arena.trim()

@@ -20,6 +20,7 @@ import torch
 from torch import nn
 
 from trainstream._budget import Limits, host_used
+from trainstream._copies import let_go
 from trainstream._decide import Decided, optimizer_tier
 from trainstream._inventory import Inventory
 from trainstream._link import link_rate
@@ -280,6 +281,7 @@ class Tuner:
         settling, returning = self._choose(room)
         if settling:
             if settle(session.events.add, self._pager, self._inventory, settling):
+                let_go()
                 self._settled.update(settling)
                 session.events.add(f"{len(settling)} groups settle on {self._tiers.device}: there is room")
             else:
@@ -299,6 +301,7 @@ class Tuner:
             session.optimizer.rehouse([p for p in free if p.requires_grad])
         self._paged -= set(chosen)
         self._settled -= set(chosen)
+        let_go()
         session.events.add(
             f"{len(chosen)} groups return to {self._tiers.device}: the measured peak leaves room"
         )

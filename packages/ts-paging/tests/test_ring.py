@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from paging_reference import random_bits
 
 from ts_core import registry
-from ts_core.errors import StorageError
+from ts_core.errors import DoesNotFitError, StorageError
 from ts_core.testing import devices
 from ts_paging import _C, CopyEngine
 from ts_paging.files import FileTensors
@@ -98,6 +98,47 @@ def test_a_failed_read_is_told_by_its_arrival_only(device, checkpoint):
     again = files.bring(files.key_of(sources[1]), targets[1])
     again.wait_stream()
     assert torch.equal(targets[1].cpu(), sources[1])
+    files.close()
+
+
+class _Memory:
+    """Has no memory after so many pieces."""
+
+    pinned = False
+
+    def __init__(self, pieces):
+        self.left = pieces
+
+    def empty(self, nbytes):
+        if not self.left:
+            raise DoesNotFitError("nothing left")
+        self.left -= 1
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("pieces", [0, 1, 2])
+def test_without_memory_for_the_ring_nobody_waits_for_ever(device, pieces, monkeypatch):
+    memory = _Memory(pieces)
+    monkeypatch.setattr(registry, "host_allocator", lambda: memory)
+    files = FileTensors()
+    files._ring = ReadRing(8192, 3)
+    sources = [files.place(random_bits((60_000,), torch.uint8, i)) for i in range(2)]
+    targets = [as_on(device, source) for source in sources]
+    arrivals = [
+        files.bring(files.key_of(source), target) for source, target in zip(sources, targets, strict=True)
+    ]
+    for arrival, source, target in zip(arrivals, sources, targets, strict=True):
+        assert arrival.issued.wait(60)
+        if pieces:
+            arrival.wait_stream()
+            assert torch.equal(target.cpu(), source)
+        else:
+            with pytest.raises(DoesNotFitError):
+                arrival.wait_stream()
+    memory.left = 3
+    files.bring(files.key_of(sources[0]), targets[0]).wait_stream()
+    assert torch.equal(targets[0].cpu(), sources[0])
     files.close()
 
 

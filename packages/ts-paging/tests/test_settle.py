@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from test_unpage import EDGES, STACK, gradients, mover, train
 from test_weight_pager import LAYERS, batch, build, host, one, page
 
-from ts_core.guard import GuardedParameter
+from ts_core.errors import StorageError
+from ts_core.guard import GuardedParameter, guard_of
 from ts_core.testing import devices
 from ts_paging.files import FileTensors
 
@@ -178,3 +179,63 @@ def test_a_frozen_model_streams_as_before_once_its_state_dict_is_gone(tmp_path):
     model.layers[0].gate.weight.detach().numpy()[:] = 0.5
     assert model.loss(batch("cpu")).item() != expected
     files.close()
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("how", ["settle", "unpage"])
+@pytest.mark.parametrize("seen", [True, False])
+def test_parameters_that_were_assigned_settle_and_return(how, seen, device):
+    plain, model = build().to(device), host(build())
+    pager = page(model, device, 2)
+    halved = {name: value.detach() / 2 for name, value in plain.state_dict().items()}
+    plain.load_state_dict(halved)
+    model.load_state_dict({name: value.cpu().clone() for name, value in halved.items()}, assign=True)
+    if seen:  # the blocks have run with them
+        with torch.no_grad():
+            model.loss(batch(device))
+    if how == "settle":
+        pager.settle(ALL)
+        assert all(len(b.parameters) == len(list(b.module.parameters())) for b in pager.blocks)
+        assert all(type(p) is GuardedParameter for p in model.parameters() if p.requires_grad)
+    else:
+        pager.unpage(ALL, mover(device))
+        assert all(guard_of(p) is None and p.device.type == device for p in model.parameters())
+    for each in (plain, model):
+        torch.manual_seed(0)
+        each.loss(batch(device)).backward()
+    wanted = gradients(plain)
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, wanted[name]), name
+
+
+def test_nothing_returns_while_an_update_is_in_trouble():
+    plain, model = build(), host(build())
+    pager = page(model, "cpu", 2)
+    told = [StorageError(5, "no", "disk")]
+
+    def pending():
+        if told:
+            raise told.pop()
+
+    guard_of(pager.blocks[2].parameters[0]).pending = pending
+    with pytest.raises(StorageError):
+        pager.unpage(["layers.1", "layers.2"], mover("cpu"))
+    assert all("forward" in block.module.__dict__ for block in pager.blocks)
+    assert all(type(p) is GuardedParameter for p in model.parameters() if p.requires_grad)
+    pager.unpage(["layers.1", "layers.2"], mover("cpu"))
+    assert train(model, 2) == train(plain, 2)
+
+
+def test_everything_is_given_back_whatever_became_of_an_update():
+    model = host(build())
+    pager = page(model, "cpu", 2)
+
+    def pending():
+        raise StorageError(5, "no", "disk")
+
+    guard_of(pager.blocks[0].parameters[0]).pending = pending
+    with pytest.raises(StorageError):
+        pager.detach()
+    assert all("forward" not in module.__dict__ for module in model.modules())
+    assert all(guard_of(p) is None for p in model.parameters())
+    assert pager.slots == []

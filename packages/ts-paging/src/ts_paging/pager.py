@@ -162,15 +162,24 @@ class WeightPager:
             names: Of blocks and edges; modules that share a Parameter go together.
             move: Called with each of their Parameters once, an ordinary one again: puts its value where it
                 shall live from now on.
+
+        Raises:
+            Exception: An update or a read under way failed; nothing is changed then.
         """
         leaving = set(names)
+        self._seat()
         going = [block for block in [*self.blocks, *self.edges] if block.name in leaving]
+        for block in going:
+            for parameter in block.parameters:
+                entry = guard_of(parameter)
+                if entry is not None:
+                    entry.wait()
+            if block.slot is not None:
+                self._finish(block.slot)
         staying = [block for block in [*self.blocks, *self.edges] if block.name not in leaving]
         held = {id(parameter) for block in staying for parameter in block.parameters}
         parameters = {id(p): p for block in going for p in block.parameters if id(p) not in held}
         for block in going:
-            if block.slot is not None:
-                self._finish(block.slot)
             block.detach()
         for parameter in parameters.values():
             release(parameter)
@@ -199,8 +208,10 @@ class WeightPager:
 
         Raises:
             torch.OutOfMemoryError: The device has no room; nothing is changed then.
+            StorageError: A read under way failed; nothing is changed then.
         """
         chosen = set(names)
+        self._seat()
         slots: dict[tuple[int, ...], Slot] = {}
         moving: list[tuple[PagedBlock, Slot]] = []
         for block in [*self.blocks, *self.edges]:
@@ -209,16 +220,26 @@ class WeightPager:
                 if key not in slots:
                     slots[key] = Slot(block.layout.nbytes, self.device, own=True)
                 moving.append((block, slots[key]))
+        for block, _ in moving:
+            self._finish(_slot_of(block))
+        pages = self.pages
         for block, slot in moving:
-            before = _slot_of(block)
-            self._finish(before)
             block.detach()
+            # Those that it has now: one that was assigned in the place of another is not known to `pages`.
+            own = {id(parameter) for parameter in block.parameters}
+            self.pages = lambda parameter, own=own: id(parameter) in own  # type: ignore[misc]
             settled = PagedBlock(self, block.name, block.module, block.policy)
             settled.runs, settled.fills = block.runs, block.fills
             settled.attach(slot)
             place = self.blocks if block in self.blocks else self.edges
             place[place.index(block)] = settled
+        self.pages = pages
         self._forget_order()
+
+    def _seat(self) -> None:
+        """Let every block look for Parameters that were assigned in the place of its own."""
+        for block in [*self.blocks, *self.edges]:
+            block.seated()
 
     def _forget_order(self) -> None:
         """Modules or slots have changed: what followed what is learned anew."""
@@ -228,17 +249,27 @@ class WeightPager:
         self.slots = [slot for slot in self.slots if used.pop(id(slot), None) is not None] + [*used.values()]
 
     def detach(self) -> None:
-        """Stop paging; the Parameters are ordinary tensors with the true values, where these live."""
+        """Stop paging; the Parameters are ordinary tensors with the true values, where these live.
+
+        Raises:
+            Exception: An update under way failed; all else is done then.
+        """
         for slot in self.slots:
             self._finish(slot)
+        failure: Exception | None = None
         for block in [*self.blocks, *self.edges]:
             block.detach()
             for parameter in block.parameters:
-                release(parameter)
+                try:
+                    release(parameter)
+                except Exception as error:
+                    failure = failure or error
                 self.sink.forget(parameter)
         self.blocks, self.edges, self.slots = [], [], []
         self._next.clear()
         self._last = None
+        if failure is not None:
+            raise failure
 
     def use(self, block: PagedBlock, *, fresh: bool = False, backward: bool = False) -> None:
         """Have a block's weights in its slot before the next work of the current stream.

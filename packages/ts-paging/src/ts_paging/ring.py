@@ -158,7 +158,14 @@ class ReadRing:
         left = True
         while True:
             while left and len(reading) < self._count:
-                buffer = self._buffer(block=not reading)
+                try:
+                    buffer = self._buffer(block=not reading)
+                except Exception as error:  # no memory at all
+                    piece = next(pieces, None)
+                    left = piece is not None
+                    if piece is not None:
+                        self._fail(error, *piece)
+                    continue
                 if buffer is None:
                     break
                 piece = next(pieces, None)
@@ -184,8 +191,11 @@ class ReadRing:
                     return
                 arrival = self._waiting.popleft()
             nbytes = arrival.target.numel()
-            if arrival.ready is not None:
-                self._stream(arrival).wait_event(arrival.ready)
+            try:
+                if arrival.ready is not None:
+                    self._stream(arrival).wait_event(arrival.ready)
+            except Exception as error:
+                arrival.error = error
             begin = 0
             while begin < nbytes:
                 # Later parts begin at blocks of the file.
@@ -198,9 +208,15 @@ class ReadRing:
             if arrival.error is None:
                 reading.append(_Chunk(buffer, arrival, begin, end))
                 return
-        except Exception as error:
-            arrival.error = error
+            error: BaseException = arrival.error
+        except Exception as refused:
+            error = refused
         self._free.append(buffer)
+        self._fail(error, arrival, begin, end)
+
+    def _fail(self, error: BaseException, arrival: Arrival, begin: int, end: int) -> None:
+        """Let an arrival tell what became of one of its parts."""
+        arrival.error = arrival.error or error
         if end == arrival.target.numel():
             arrival.issued.set()
 
@@ -223,14 +239,23 @@ class ReadRing:
             arrival.issued.set()
 
     def _buffer(self, block: bool) -> Tensor | None:
-        """Return a free buffer; without `block` only one that is free now or can be made."""
+        """Return a free buffer; without `block` only one that is free now or can be made.
+
+        Raises:
+            Exception: None can be made, and none will come back.
+        """
         if self._free:
             return self._free.pop()
         if self._made < self._count:
-            self._made += 1
-            memory = registry.host_allocator().empty(self.chunk_bytes + _BLOCK)
-            first = -memory.data_ptr() % _BLOCK
-            return memory[first : first + self.chunk_bytes]
+            try:
+                memory = registry.host_allocator().empty(self.chunk_bytes + _BLOCK)
+            except Exception:
+                if block and not self._copying:
+                    raise
+            else:
+                self._made += 1
+                first = -memory.data_ptr() % _BLOCK
+                return memory[first : first + self.chunk_bytes]
         if not self._copying or not block:
             return None
         ticket, buffer = self._copying.popleft()

@@ -248,6 +248,28 @@ def test_what_is_needed_first_is_resident_first():
     assert names == {"model.layers.0", "model.layers.1"}
 
 
+def test_units_with_a_common_weight_return_together_or_not_at_all():
+    model = model_of()
+    layers = model.model.layers
+    layers[1].self_attn.q_proj = layers[0].self_attn.q_proj
+    layers[2].self_attn.k_proj = layers[1].self_attn.k_proj
+    layers[4].common = layers[3].common = nn.LSTM(2, 2)  # it stays on the device in any case
+    tuner, decided = tuner_of(model, Budgets(LOTS, LOTS, LOTS))
+    numbers = {spec.name: index for index, spec in enumerate(decided.specs)}
+    chain = {numbers[f"model.layers.{i}"] for i in range(3)}
+    assert chain < decided.layout.paged
+    everything = sum(spec.device for spec in decided.specs)
+    blocks = {index for name, index in numbers.items() if name.startswith("model.layers.")}
+    whole, apart = 0, False
+    for share in range(41):
+        _, returning = tuner._choose(everything * share // 40)
+        assert len(chain & set(returning)) in (0, 3)
+        whole += chain < set(returning)
+        apart |= len({3, 4} & {int(decided.specs[i].name[-1]) for i in returning if i in blocks}) == 1
+    assert 0 < whole < 41
+    assert apart
+
+
 # -- on a GPU --------------------------------------------------------------------------------------------
 
 

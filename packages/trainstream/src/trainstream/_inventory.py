@@ -119,6 +119,22 @@ class Inventory:
         """Units of the stack, in order."""
         return [unit for unit in self.units if unit.group.kind == "block"]
 
+    def linked(self) -> list[frozenset[int]]:
+        """Return for each unit the others that use a pageable Parameter of its own: they return together."""
+        leaving = {id(p) for unit in self.units for p in unit.pageable}
+        users: dict[int, set[int]] = {}
+        for index, unit in enumerate(self.units):
+            for _, module in unit.modules:
+                for parameter in module.parameters():
+                    if id(parameter) not in leaving:
+                        continue
+                    users.setdefault(id(parameter), set()).add(index)
+        links: list[set[int]] = [set() for _ in self.units]
+        for indices in users.values():
+            for index in indices:
+                links[index] |= indices - {index}
+        return [frozenset(link) for link in links]
+
     def paged(self, indices: frozenset[int]) -> dict[int, nn.Parameter]:
         """Return the Parameters that leave the device when these units are paged, by id.
 

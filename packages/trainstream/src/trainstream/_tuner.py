@@ -127,6 +127,7 @@ class Tuner:
         self._since = (0.0, 0)
         forced = iter(want.paged)
         self._forced = [next(forced) if unit.group.kind == "block" else None for unit in inventory.units]
+        self._linked = inventory.linked()
 
     def nothing_settled(self) -> None:
         """Start from groups that stream after all."""
@@ -274,7 +275,17 @@ class Tuner:
                 if cost <= room:
                     room -= cost
                     returning.append(index)
+        returning = self._together(returning)
         return [index for index in settling if index not in returning], returning
+
+    def _together(self, returning: list[int]) -> list[int]:
+        """Leave out units that have a Parameter in common with one that stays paged."""
+        while True:
+            staying = self._paged.difference(returning)
+            chosen = [index for index in returning if not self._linked[index] & staying]
+            if len(chosen) == len(returning):
+                return chosen
+            returning = chosen
 
     def _bring_back(self, session: Session, room: int) -> int:
         """Return units to the device while `room` lasts; say how many."""

@@ -12,6 +12,7 @@ from torch import nn
 
 import trainstream
 import ts_quant
+from trainstream._staging import Followers
 from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
 from ts_core.plan import Plan
 from ts_core.testing import devices
@@ -98,6 +99,53 @@ def test_groups_and_state_are_carried_over(ids):
     train(model, optimizer, batches(3))
     train(oracle, reference, batches(3))
     assert_same(model, oracle)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_the_state_of_another_optimizer_follows_its_parameters(fused):
+    model = toy()
+    optimizer = torch.optim.AdamW(model.parameters(), amsgrad=True, fused=fused)
+    model(torch.randn(3, 16)).sum().backward()
+    optimizer.step()
+    parameter = next(model.parameters())
+    entry = optimizer.state[parameter]
+    moved = Followers(optimizer)(parameter, torch.device("meta"))
+    assert all(where is entry and value.device.type == "meta" for where, _, value in moved)
+    expected = {"exp_avg", "exp_avg_sq", "max_exp_avg_sq"} | ({"step"} if fused else set())
+    assert {key for _, key, _ in moved} == expected
+    assert Followers(optimizer)(parameter, torch.device("cpu")) == []
+    assert Followers(optimizer)(nn.Parameter(torch.zeros(1)), torch.device("meta")) == []
+    assert Followers(None)(parameter, torch.device("meta")) == []
+    ours = OffloadAdamW(model.parameters())
+    ours.step()
+    assert Followers(ours)(parameter, torch.device("meta")) == []
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True),
+        lambda p: torch.optim.AdamW(p, lr=0.1, amsgrad=True, fused=True),
+    ],
+)
+def test_another_optimizer_goes_on_after_its_weights_have_moved(make):
+    model = toy().cuda()
+    optimizer = make(model.parameters())
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(3, 16, device="cuda")).sum().backward()
+        optimizer.step()
+
+    step()
+    trainstream.wrap(model, optimizer, param_offload=True)
+    step()
+    trainstream.unwrap(model)
+    step()
+    assert all(p.is_cuda for p in model.parameters())
 
 
 def test_a_scheduler_made_before_wrap_still_steers():

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 import ts_quant
 from trainstream._paging import Tiers
+from ts_optim import OffloadAdamW
 from ts_paging.files import locate
 from ts_quant.model import quantizable_weights
 
@@ -31,11 +32,13 @@ class Staged:
     Attributes:
         data: Triples (tensor of the model, its value and its gradient on the target device).
         replaced: id of a Parameter -> the Parameter that takes its place, where the kind of tensor changes.
+        state: Triples (entry of an optimizer's state, key, its value on the target device).
         left: Plain tensors that nobody needs after the exchange; those in files have their file removed.
     """
 
     data: list[tuple[Tensor, Tensor, Tensor | None]] = dataclasses.field(default_factory=list)
     replaced: dict[int, nn.Parameter] = dataclasses.field(default_factory=dict)
+    state: list[tuple[dict[str, Any], str, Tensor]] = dataclasses.field(default_factory=list)
     left: list[Tensor] = dataclasses.field(default_factory=list)
 
     def discard(self) -> None:
@@ -54,6 +57,7 @@ def stage(
     block_size: int,
     paged: dict[int, nn.Parameter],
     tiers: Tiers,
+    optimizer: Optimizer | None = None,
 ) -> Staged:
     """Make new values for what changes its place or its codec.
 
@@ -65,11 +69,13 @@ def stage(
         block_size: Its values per scale.
         paged: Parameters that go to their tier, by id.
         tiers: The tiers.
+        optimizer: The optimizer; not changed.
 
     Returns:
         What `commit` puts in place.
     """
     staged = Staged()
+    follow = Followers(optimizer)
     for tensor in [*model.parameters(), *model.buffers()]:
         value = tensor.detach()
         here = id(tensor) in paged
@@ -85,13 +91,46 @@ def stage(
             else:
                 grad = None if tensor.grad is None else tensor.grad.cpu()
                 staged.data.append((tensor, tiers.store(tensor), grad))
+                staged.state += follow(tensor, torch.device("cpu"))
         elif tensor.device != device or _mapped(value):
             if isinstance(value, ts_quant.QuantizedTensor):
                 staged.replaced[id(tensor)] = nn.Parameter(_copied(value, device), requires_grad=False)
             else:
                 grad = None if tensor.grad is None else tensor.grad.to(device)
                 staged.data.append((tensor, _copied(value, device), grad))
+                staged.state += follow(tensor, device)
     return staged
+
+
+class Followers:
+    """Makes what the state of a Parameter becomes on another device; `OffloadAdamW` sees to its own."""
+
+    def __init__(self, optimizer: Optimizer | None) -> None:
+        """Look at the optimizer, or do nothing for None."""
+        # One that stands before another, as Accelerate's does, calls it so.
+        ours = isinstance(getattr(optimizer, "optimizer", optimizer), OffloadAdamW)
+        theirs = None if ours else optimizer
+        self._state: Any = {} if theirs is None else theirs.state
+        # Counters stay on the CPU, but for kernels that count on the device.
+        self._counting = {
+            id(p)
+            for group in (theirs.param_groups if theirs is not None else ())
+            if group.get("fused") or group.get("capturable")
+            for p in group["params"]
+        }
+
+    def __call__(self, tensor: Tensor, device: torch.device) -> list[tuple[dict[str, Any], str, Tensor]]:
+        """Return (entry, key, value on the device) of what has to follow."""
+        entry = self._state.get(tensor)
+        if not isinstance(entry, dict):
+            return []
+        return [
+            (entry, key, value.to(device))
+            for key, value in entry.items()
+            if isinstance(value, Tensor)
+            and value.device != device
+            and (value.dim() > 0 or id(tensor) in self._counting)
+        ]
 
 
 def _parts(value: Tensor) -> list[Tensor]:
@@ -115,6 +154,9 @@ def commit(model: nn.Module, optimizer: Optimizer | None, staged: Staged) -> lis
     for tensor, value, grad in staged.data:
         undo.append(partial(_exchange, tensor, tensor.data, tensor.grad))
         _exchange(tensor, value, grad)
+    for entry, key, moved in staged.state:
+        undo.append(partial(entry.__setitem__, key, entry[key]))
+        entry[key] = moved
     places: list[Any] = [module._parameters for module in model.modules()]
     # A frozen weight may be listed in the optimizer: left there, the original would never be freed.
     places += [dict(enumerate(group["params"])) for group in optimizer.param_groups] if optimizer else []
@@ -135,6 +177,8 @@ def bring_back(
 ) -> dict[int, nn.Parameter]:
     """Move Parameters out of their tier, to the device, or to RAM where it has no room; their files go.
 
+    The state of an optimizer that is none of ours goes along.
+
     Args:
         model: The model that holds them.
         optimizer: Whose groups may list them.
@@ -144,7 +188,7 @@ def bring_back(
     Returns:
         The Parameters that took the place of packed ones, by the id of the one before.
     """
-    staged = Staged()
+    staged, follow = Staged(), Followers(optimizer)
     for key, parameter in paged.items():
         value: Any = parameter.detach()
         grad = parameter.grad
@@ -152,13 +196,17 @@ def bring_back(
         try:
             value = _copied(value, device)
             grad = None if grad is None else grad.to(device, copy=True)
+            state = follow(parameter, device)
         except torch.OutOfMemoryError:
-            value = _copied(value, torch.device("cpu"))
-            grad = None if grad is None else grad.cpu()
+            host = torch.device("cpu")
+            value = _copied(parameter.detach(), host)
+            grad = None if parameter.grad is None else parameter.grad.to(host, copy=True)
+            state = follow(parameter, host)
         if isinstance(value, ts_quant.QuantizedTensor):
             staged.replaced[key] = nn.Parameter(value, requires_grad=False)
         else:
             staged.data.append((parameter, value, grad))
+            staged.state += state
     commit(model, optimizer, staged)
     staged.discard()
     return staged.replaced

@@ -100,7 +100,8 @@ def wrap(
         paged = _assign(inventory, decided.layout, tiers)
         if device.type == "cuda":
             reserve(p for p in paged.values() if tiers.tier_of(p) == "host")
-        staged = stage(model, decided.packed, device, decided.codec, checked.quant_block_size, paged, tiers)
+        size = checked.quant_block_size
+        staged = stage(model, decided.packed, device, decided.codec, size, paged, tiers, adopted)
         tiers.renamed(staged.replaced)
         paged = {id(p): p for p in (staged.replaced.get(key, p) for key, p in paged.items())}
         undo = commit(model, adopted, staged)
@@ -315,7 +316,7 @@ def _adopt(
                 raise OptionError(f"option {name}: needs an AdamW that wrap() can take over, given {reason}")
         return (
             optimizer,
-            f"optimizer: {type(optimizer).__name__} kept as it is ({reason}); its state stays put",
+            f"optimizer: {type(optimizer).__name__} kept as it is ({reason}); its state follows the weights",
         )
     return _take_over(
         optimizer, settings

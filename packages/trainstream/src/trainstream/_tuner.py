@@ -14,10 +14,10 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainstream._budget import Limits, host_used
 from trainstream._copies import let_go
@@ -33,6 +33,7 @@ from ts_core.usage import PeakSampler, release_free_memory
 from ts_optim import OffloadAdamW
 from ts_paging.governor import ActivationGovernor
 from ts_paging.pager import WeightPager
+from ts_quant import QuantizedTensor
 
 if TYPE_CHECKING:
     from trainstream._session import Session
@@ -297,25 +298,63 @@ class Tuner:
                 session.events.add(f"{len(settling)} groups settle on {self._tiers.device}: there is room")
             else:
                 settling = []
-        if returning:
-            self._return(session, returning)
-        return len(settling) + len(returning)
+        returned = self._return(session, returning)
+        return len(settling) + returned
 
-    def _return(self, session: Session, chosen: list[int]) -> None:
-        """Let units be resident from now on, with gradients and optimizer state."""
-        names = [name for index in chosen for name, _ in self._inventory.units[index].modules]
+    def _return(self, session: Session, chosen: list[int]) -> int:
+        """Let units be resident from now on, with gradients and optimizer state; say how many have room."""
+        count = 0
+        left = list(chosen)
+        while left:
+            batch = [index for index in left if index == left[0] or index in self._linked[left[0]]]
+            if not self._has_room(session, batch):
+                break
+            self._return_some(session, batch)
+            left = [index for index in left if index not in batch]
+            count += len(batch)
+        if count:
+            self._peak()  # what was tried is no step's need
+            session.events.add(
+                f"{count} groups return to {self._tiers.device}: the measured peak leaves room"
+            )
+        return count
+
+    def _has_room(self, session: Session, batch: list[int]) -> bool:
+        """Try to allocate all that units take, which leaves the allocator with pieces of just these sizes.
+
+        Bytes that are free are not always free in one piece.
+        """
+        if self._cpu:
+            return True
+        needed: list[Tensor] = []
+        state = session.optimizer.state if isinstance(session.optimizer, OffloadAdamW) else {}
+        for parameter in [p for index in batch for p in self._inventory.units[index].pageable]:
+            value: Any = parameter.detach()
+            parts = list(value.packed.values()) if isinstance(value, QuantizedTensor) else [value]
+            parts += parts if parameter.requires_grad else []
+            needed += parts + [
+                t for t in state.get(parameter, {}).values() if isinstance(t, Tensor) and t.dim()
+            ]
+        try:
+            held = [torch.empty(t.shape, dtype=t.dtype, device=self._tiers.device) for t in needed]
+        except torch.OutOfMemoryError as error:
+            torch.cuda.empty_cache()
+            session.events.add(f"{self._specs[batch[0]].name} stays paged: no room in one piece ({error})")
+            return False
+        del held
+        return True
+
+    def _return_some(self, session: Session, batch: list[int]) -> None:
+        names = [name for index in batch for name, _ in self._inventory.units[index].modules]
         free: list[nn.Parameter] = []
         self._pager.unpage(names, free.append)
         self._tiers.to_host(free)
         bring_back(session.model, session.optimizer, {id(p): p for p in free}, self._tiers.device)
         if isinstance(session.optimizer, OffloadAdamW):
             session.optimizer.rehouse([p for p in free if p.requires_grad])
-        self._paged -= set(chosen)
-        self._settled -= set(chosen)
+        self._paged.difference_update(batch)
+        self._settled.difference_update(batch)
         let_go()
-        session.events.add(
-            f"{len(chosen)} groups return to {self._tiers.device}: the measured peak leaves room"
-        )
         if self.governor is not None:
             # Their gradients now come into being in backward, on the device.
-            self.governor.expect(sum(self._specs[index].scratch for index in chosen))
+            self.governor.expect(sum(self._specs[index].scratch for index in batch))

@@ -392,3 +392,56 @@ def test_nothing_that_can_be_written_unseen_counts_as_seen(uses):
         else:
             p + 1
         assert entry.escaped or not held
+
+
+HANDED_OUT = {
+    "split": lambda p: p.split(1),
+    "chunk": lambda p: p.chunk(3),
+    "unbind": lambda p: p.unbind(),
+    "unsafe_split": lambda p: torch.unsafe_split(p, 1),
+    "hsplit": lambda p: torch.hsplit(p, 3),
+    "list": lambda p: list(p),
+    "in a list": lambda p: torch.atleast_3d([p, p]),
+    "in keywords": lambda p: torch.chunk(input=p, chunks=2),
+    "copy": lambda p: copy.copy(p),
+    "expand": lambda p: p.expand(2, 3),
+    "unfold": lambda p: p.unfold(0, 2, 1),
+    "alias": lambda p: torch.ops.aten.alias(p),
+    "broadcast": lambda p: torch.broadcast_tensors(p, torch.zeros(2, 3)),
+}
+
+
+@pytest.mark.parametrize("hand_out", HANDED_OUT.values(), ids=HANDED_OUT)
+def test_whatever_shares_the_memory_is_noted(hand_out):
+    p, entry = made(requires_grad=False)
+    result = hand_out(p)
+    assert entry.escaped
+    del result
+
+
+COPIES = {
+    "clone": lambda p: p.clone(),
+    "sum": lambda p: p.sum(),
+    "stack": lambda p: torch.stack([p, p]),
+    "split of a copy": lambda p: p.clone().split(1),
+    "max": lambda p: p.max(0),
+    "in place": lambda p: p.add_(1),
+    "comparison": lambda p: p == p,
+    "shape": lambda p: p.shape,
+    "deepcopy": lambda p: copy.deepcopy(p),
+}
+
+
+@pytest.mark.parametrize("use", COPIES.values(), ids=COPIES)
+def test_what_has_memory_of_its_own_is_no_escape(use):
+    p, entry = made(requires_grad=False)
+    use(p)
+    assert not entry.escaped
+
+
+def test_a_shallow_copy_is_an_ordinary_parameter():
+    p, _ = made()
+    twin = copy.copy(p)
+    assert type(twin) is nn.Parameter
+    assert twin.requires_grad
+    assert twin.data_ptr() == p.data_ptr()

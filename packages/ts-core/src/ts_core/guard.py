@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -257,8 +257,7 @@ class GuardedParameter(nn.Parameter):
             result = func(*args, **kwargs)
             if func in _SILENT:
                 torch.autograd.graph.increment_version(args[0] if args else kwargs["self"])
-            if type(result) is torch.Tensor and args and type(args[0]) is cls:
-                _note_view(args[0], result)
+            _note_views((args, kwargs), result)
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -269,6 +268,15 @@ class GuardedParameter(nn.Parameter):
                 copy = self.detach().clone(memory_format=torch.preserve_format)
                 memo[id(self)] = nn.Parameter(copy, self.requires_grad)
         return memo[id(self)]  # type: ignore[no-any-return]
+
+    def __copy__(self) -> nn.Parameter:
+        """Make an ordinary Parameter of the same memory."""
+        _wait(self)
+        entry = _table.get(id(self))
+        if entry is not None:
+            entry.escaped = True
+        with torch._C.DisableTorchFunctionSubclass():
+            return nn.Parameter(self.detach(), self.requires_grad)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickle as an ordinary Parameter."""
@@ -287,11 +295,42 @@ def _refuse_grad(inputs: Any) -> None:
             )
 
 
-def _note_view(parameter: Tensor, result: Tensor) -> None:
-    """A view can hand out memory in turn (``p.detach().numpy()``), and nobody tells us then."""
-    entry = _table.get(id(parameter))
-    if entry is not None and not entry.escaped and result.layout is torch.strided:
-        entry.escaped = result.untyped_storage()._cdata == parameter.untyped_storage()._cdata
+def _note_views(given: Any, result: Any) -> None:
+    """A view can hand out memory in turn (``p.detach().numpy()``), and nobody tells us then.
+
+    ``as_subclass`` alone makes one that we are not told of.
+    """
+    if not isinstance(result, (Tensor, list, tuple)):
+        return
+    results = [r for r in _flat(result) if isinstance(r, Tensor)]
+    for parameter in _flat(given) if results else ():
+        entry = _table.get(id(parameter)) if type(parameter) is GuardedParameter else None
+        if entry is not None and not entry.escaped:
+            memory = parameter.untyped_storage()._cdata
+            entry.escaped = any(
+                r is not parameter and r.layout is torch.strided and r.untyped_storage()._cdata == memory
+                for r in results
+                if not r.is_meta and _has_storage(r)
+            )
+
+
+def _flat(value: Any) -> Iterator[Any]:
+    """Go through lists, tuples and dictionaries, as deep as functions take and return them."""
+    if isinstance(value, dict):
+        value = tuple(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _flat(each)
+    else:
+        yield value
+
+
+def _has_storage(tensor: Tensor) -> bool:
+    try:
+        tensor.untyped_storage()
+    except (NotImplementedError, RuntimeError):  # wrappers, functional tensors
+        return False
+    return True
 
 
 def _wait(parameter: Tensor) -> None:

@@ -1,5 +1,8 @@
 """Paged modules get slots of their own: the same bits, and each weight is brought once per update."""
 
+import gc
+import weakref
+
 import pytest
 import torch
 from hypothesis import given
@@ -239,3 +242,40 @@ def test_everything_is_given_back_whatever_became_of_an_update():
     assert all("forward" not in module.__dict__ for module in model.modules())
     assert all(guard_of(p) is None for p in model.parameters())
     assert pager.slots == []
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("how", ["settle", "unpage"])
+def test_slots_of_a_graph_from_before_go_with_it(how, device):
+    model = host(build())
+    pager = page(model, device, 2)
+    loss = model.loss(batch(device))
+    slots = [weakref.ref(slot) for slot in pager.slots]
+    pager.settle(ALL) if how == "settle" else pager.unpage(ALL, mover(device))
+    loss.backward()
+    del loss
+    gc.collect()
+    assert all(slot() is None for slot in slots)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_hooks_run_on_gradients_of_a_graph_from_before(device):
+    plain, model = build().to(device), host(build())
+    pager = page(model, device, 2)
+    ran = []
+    for each in (plain, model):
+        for name, p in each.named_parameters():
+            if p.requires_grad:
+                p.register_hook(lambda grad: grad * 2)
+                p.register_post_accumulate_grad_hook(lambda q, name=name: ran.append(name))
+    graphs = []
+    for each in (plain, model):
+        torch.manual_seed(0)
+        graphs.append(each.loss(batch(device)))
+    pager.unpage(ALL, mover(device))
+    for graph in graphs:
+        graph.backward()
+    wanted = gradients(plain)
+    for name, grad in gradients(model).items():
+        assert torch.equal(grad, wanted[name]), name
+        assert ran.count(name) == 2, name

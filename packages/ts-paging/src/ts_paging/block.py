@@ -166,6 +166,7 @@ class PagedBlock:
         views: Typed views of the slot that the block computes with.
         runs: How often the original forward ran; 2 per step when it recomputes.
         fills: How often its weights were brought into the slot.
+        left: It was detached: only graphs from before use it.
     """
 
     def __init__(self, pager: WeightPager, name: str, module: nn.Module, policy: str) -> None:
@@ -185,6 +186,7 @@ class PagedBlock:
             self.layout = SlotLayout([decoded(parameter) for parameter in self.parameters])
         self.runs = 0
         self.fills = 0
+        self.left = False
         self.slot: Slot | None = None
         self.views: list[Tensor] = []
         self.fill_views: list[Tensor] = []
@@ -216,6 +218,7 @@ class PagedBlock:
 
     def detach(self) -> None:
         """Give the module its own methods back."""
+        self.left = True
         for key in ("forward", "_apply"):
             self.module.__dict__.pop(key, None)
         self.module.__dict__.update(self._before)

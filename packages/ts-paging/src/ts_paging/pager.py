@@ -290,7 +290,9 @@ class WeightPager:
             if slot.owner is not block or (fresh and block.stale()):
                 self._start(block, urgent=True)
             self._finish(slot)
-            if self._last is not block:
+            if block.left:  # asked by a graph from before: it is nobody's follower, or it would stay for ever
+                self._last = None
+            elif self._last is not block:
                 if self._last is not None:
                     self._next[id(self._last), backward] = block
                 self._last = block

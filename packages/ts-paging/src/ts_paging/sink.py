@@ -16,13 +16,13 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor, nn
 
-from ts_core.guard import guard_of
+from ts_core.guard import Guard, guard_of
 from ts_core.registry import CopyTicket
 
 from .copy import d2h_many
@@ -320,7 +320,8 @@ class GradientSink:
                 version = total._version
                 if entry is not None:
                     entry.wide_memory = self._wide
-                hooks = list(entry.hooks.values()) if entry else []
+                before, after = _hooks_of(parameter, entry)
+                hooks = list(before.values())
                 for hook in hooks:
                     changed = hook(total)
                     total = total if changed is None else changed
@@ -336,8 +337,16 @@ class GradientSink:
                     if entry is not None:
                         entry.wait()  # a pending update still needs what is there
                     parameter.grad += total
-            for done in list(entry.landed_hooks.values()) if entry else ():
+            for done in list(after.values()):
                 done(parameter)
+
+
+def _hooks_of(parameter: nn.Parameter, entry: Guard | None) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
+    """Return what is run on a gradient before it lands, and on the Parameter after that."""
+    if entry is not None:
+        return entry.hooks, entry.landed_hooks
+    native: Any = parameter  # released meanwhile: its hooks are its own again
+    return native._backward_hooks or {}, native._post_accumulate_grad_hooks or {}
 
 
 def _flat_as(grad: Tensor, host: Tensor) -> Tensor:

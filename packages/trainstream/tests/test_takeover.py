@@ -21,7 +21,7 @@ from trainstream._paging import Tiers, asked
 from trainstream._tuner import Tuner
 from ts_core.blocks import block_map, find_blocks
 from ts_core.errors import OptionError
-from ts_core.guard import GuardedParameter
+from ts_core.guard import GuardedParameter, guard_of
 from ts_core.planner import Budgets, Layout
 from ts_core.usage import CONTEXT_BYTES
 from ts_optim import OffloadAdamW
@@ -268,6 +268,30 @@ def test_units_with_a_common_weight_return_together_or_not_at_all():
         apart |= len({3, 4} & {int(decided.specs[i].name[-1]) for i in returning if i in blocks}) == 1
     assert 0 < whole < 41
     assert apart
+
+
+def test_looking_for_room_hands_out_no_memory_of_weights():
+    model = model_of()
+    trainstream.wrap(model, None, param_offload=True, lr=1e-3)
+    session = model._trainstream_session
+    inventory = Inventory(model, block_map(model), find_blocks(model))
+    tuner, _ = tuner_of(model_of(), Budgets(LOTS, LOTS, LOTS))
+    tuner._inventory, tuner._cpu = inventory, False
+    tuner._tiers = session.tiers
+    assert tuner._has_room(session, list(range(len(inventory.units))))
+    paged = [p for p in model.parameters() if type(p) is GuardedParameter]
+    assert paged
+    assert not any(guard_of(p).escaped for p in paged)
+    trainstream.unwrap(model)
+
+
+def test_a_chain_of_common_weights_returns_at_once():
+    tuner, _ = tuner_of(model_of(), Budgets(LOTS, LOTS, LOTS))
+    links = {0: {2}, 2: {0, 5}, 5: {2}}
+    tuner._linked = [frozenset(links.get(index, ())) for index in range(8)]
+    assert tuner._all_linked([0, 1, 2, 3, 5]) == [0, 2, 5]
+    assert tuner._all_linked([1, 0, 2, 5]) == [1]
+    assert tuner._all_linked([5, 2, 0]) == [5, 2, 0]
 
 
 # -- on a GPU --------------------------------------------------------------------------------------------

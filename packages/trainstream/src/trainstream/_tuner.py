@@ -306,7 +306,7 @@ class Tuner:
         count = 0
         left = list(chosen)
         while left:
-            batch = [index for index in left if index == left[0] or index in self._linked[left[0]]]
+            batch = self._all_linked(left)
             if not self._has_room(session, batch):
                 break
             self._return_some(session, batch)
@@ -319,6 +319,14 @@ class Tuner:
             )
         return count
 
+    def _all_linked(self, left: list[int]) -> list[int]:
+        """Return the first unit and those that must return with it, over however many others."""
+        found, new = {left[0]}, {left[0]}
+        while new:
+            new = {other for index in new for other in self._linked[index] if other in left} - found
+            found |= new
+        return [index for index in left if index in found]
+
     def _has_room(self, session: Session, batch: list[int]) -> bool:
         """Try to allocate all that units take, which leaves the allocator with pieces of just these sizes.
 
@@ -329,7 +337,8 @@ class Tuner:
         needed: list[Tensor] = []
         state = session.optimizer.state if isinstance(session.optimizer, OffloadAdamW) else {}
         for parameter in [p for index in batch for p in self._inventory.units[index].pageable]:
-            value: Any = parameter.detach()
+            with torch._C.DisableTorchFunctionSubclass():  # only its form is looked at: nothing escapes
+                value: Any = parameter.detach()
             parts = list(value.packed.values()) if isinstance(value, QuantizedTensor) else [value]
             parts += parts if parameter.requires_grad else []
             needed += parts + [

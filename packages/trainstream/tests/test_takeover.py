@@ -272,14 +272,14 @@ def test_units_with_a_common_weight_return_together_or_not_at_all():
 
 def test_looking_for_room_hands_out_no_memory_of_weights():
     model = model_of()
+    inventory = Inventory(model, block_map(model), find_blocks(model))
     trainstream.wrap(model, None, param_offload=True, lr=1e-3)
     session = model._trainstream_session
-    inventory = Inventory(model, block_map(model), find_blocks(model))
     tuner, _ = tuner_of(model_of(), Budgets(LOTS, LOTS, LOTS))
     tuner._inventory, tuner._cpu = inventory, False
     tuner._tiers = session.tiers
     assert tuner._has_room(session, list(range(len(inventory.units))))
-    paged = [p for p in model.parameters() if type(p) is GuardedParameter]
+    paged = [p for unit in inventory.units for p in unit.pageable if guard_of(p) is not None]
     assert paged
     assert not any(guard_of(p).escaped for p in paged)
     trainstream.unwrap(model)

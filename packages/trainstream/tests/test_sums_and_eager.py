@@ -6,8 +6,11 @@ from tiny_models import tiny_config
 from transformers import LlamaForCausalLM
 
 import trainstream
+from trainstream._staging import bring_back
+from ts_core.guard import guard_of
 from ts_core.testing import assert_bit_equal
 from ts_optim import OffloadAdamW, norms
+from ts_optim.gradients import ConsumedGradient
 
 
 def run(paged, passes, **options):
@@ -59,3 +62,47 @@ def test_a_paged_gradient_is_not_read_again_for_its_norm(monkeypatch):
     monkeypatch.setattr(norms, "grad_sumsq", counting)
     run(True, 1, max_grad_norm=0.5)
     assert set(counts) == {2}  # the embedding and the last norm, which stay where they are
+
+
+@pytest.mark.parametrize("set_to_none", [None, True, False])
+@pytest.mark.parametrize("paged", [False, True])
+def test_used_gradients_are_in_nobodys_way(paged, set_to_none):
+    def train(eager):
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(tiny_config(tie_word_embeddings=True)).to(torch.bfloat16)
+        optimizer = OffloadAdamW(model.parameters(), lr=1e-2, eager=eager)
+        for step in range(5):
+            if eager and step in (1, 3):
+                trainstream.wrap(model, optimizer, param_offload=paged, device="cpu")
+            ids = torch.randint(0, 256, (2, 8), generator=torch.Generator().manual_seed(step))
+            optimizer.zero_grad()
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            if eager and set_to_none is not None:
+                optimizer.zero_grad(set_to_none)
+            if eager and step == 1 and paged:
+                session = model._trainstream_session
+                assert not any(guard_of(p).escaped for b in session.pager.blocks for p in b.parameters)
+                before = trainstream.memory_report(model)["tiers"]
+                assert not any(guard_of(p).escaped for b in session.pager.blocks for p in b.parameters)
+                return_one(session)
+                assert trainstream.memory_report(model)["tiers"]["disk"] < before["disk"]
+            if eager and step in (2, 3):
+                trainstream.unwrap(model)
+                used = [type(p.grad) is ConsumedGradient for p in model.parameters()]
+                assert any(used) is (set_to_none is not True)
+        optimizer.synchronize()
+        return {name: t.clone() for name, t in model.state_dict().items()}
+
+    expected = train(False)
+    for name, t in train(True).items():
+        assert_bit_equal(t, expected[name])
+
+
+def return_one(session):
+    """What the tuner does for a group that has room."""
+    free = []
+    session.pager.unpage([session.pager.blocks[0].name], free.append)
+    session.tiers.to_host(free)
+    bring_back(session.model, session.optimizer, {id(p): p for p in free}, torch.device("cpu"))
+    session.optimizer.rehouse(free)

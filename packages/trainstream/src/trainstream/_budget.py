@@ -15,6 +15,7 @@ from trainstream._options import WrapOptions
 from ts_core import memory
 from ts_core.planner import Budgets
 from ts_core.usage import CONTEXT_BYTES, host_usage, release_free_memory
+from ts_optim.gradients import gradient_of
 from ts_paging.files import locate
 from ts_quant import QuantizedTensor
 
@@ -83,7 +84,7 @@ def _in_ram(tensor: Any) -> int:
 
 def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
     held = [*model.parameters(), *model.buffers()]
-    held += [t.grad for t in held if t.grad is not None]
+    held += [grad for t in held if (grad := gradient_of(t)) is not None]
     if optimizer is not None:
         held += [v for state in optimizer.state.values() for v in state.values() if isinstance(v, Tensor)]
     return held

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from trainstream._session import Session, session_of
 from ts_core.blocks import parameter_bytes
 from ts_core.errors import StateError
+from ts_optim.gradients import gradient_of
 from ts_paging.files import locate
 from ts_quant import QuantizedTensor
 
@@ -87,8 +89,9 @@ def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
     model = session.model
     on_cuda = session.plan.device.startswith("cuda")
     for tensor in [*model.parameters(), *model.buffers()]:
-        held = [tensor] if tensor.grad is None else [tensor, tensor.grad]
-        for each in held:
+        with torch._C.DisableTorchFunctionSubclass():  # nothing is read: it waits for no update
+            grad = gradient_of(tensor)
+        for each in [tensor] if grad is None else [tensor, grad]:
             place = "host" if on_cuda and each.device.type == "cpu" else "device"
             if each.device.type == "cpu" and _in_files(each):
                 place = "disk"
@@ -106,8 +109,10 @@ def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
 
 
 def _in_files(tensor: Tensor) -> bool:
-    parts = tensor.packed.values() if isinstance(tensor, QuantizedTensor) else [tensor.detach()]
-    return all(locate(part) is not None for part in parts)
+    if isinstance(tensor, QuantizedTensor):
+        return all(locate(part) is not None for part in tensor.packed.values())
+    with torch._C.DisableTorchFunctionSubclass():  # no memory of a paged weight leaves us
+        return locate(tensor.detach()) is not None
 
 
 def _table(session: Session) -> list[dict[str, Any]]:

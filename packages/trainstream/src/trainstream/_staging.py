@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 import ts_quant
 from trainstream._paging import Tiers
 from ts_optim import OffloadAdamW
+from ts_optim.gradients import ConsumedGradient, gradient_of
 from ts_paging.files import locate
 from ts_quant.model import quantizable_weights
 
@@ -89,15 +90,15 @@ def stage(
             if isinstance(value, ts_quant.QuantizedTensor):
                 staged.replaced[id(tensor)] = nn.Parameter(tiers.store(tensor), requires_grad=False)
             else:
-                grad = None if tensor.grad is None else tensor.grad.cpu()
-                staged.data.append((tensor, tiers.store(tensor), grad))
+                stored = tiers.store(tensor)
+                staged.data.append((tensor, stored, _gradient(tensor, stored, copy=False)))
                 staged.state += follow(tensor, torch.device("cpu"))
         elif tensor.device != device or _mapped(value):
             if isinstance(value, ts_quant.QuantizedTensor):
                 staged.replaced[id(tensor)] = nn.Parameter(_copied(value, device), requires_grad=False)
             else:
-                grad = None if tensor.grad is None else tensor.grad.to(device)
-                staged.data.append((tensor, _copied(value, device), grad))
+                moved = _copied(value, device)
+                staged.data.append((tensor, moved, _gradient(tensor, moved, copy=False)))
                 staged.state += follow(tensor, device)
     return staged
 
@@ -131,6 +132,14 @@ class Followers:
             and value.device != device
             and (value.dim() > 0 or id(tensor) in self._counting)
         ]
+
+
+def _gradient(parameter: Tensor, value: Tensor, *, copy: bool) -> Tensor | None:
+    """Return the gradient as it is where the new value is; what stands for one that is used up still does."""
+    if isinstance(parameter.grad, ConsumedGradient) and gradient_of(parameter) is None:
+        return ConsumedGradient(value)
+    grad = gradient_of(parameter)
+    return None if grad is None else grad.to(value.device, copy=copy)
 
 
 def _parts(value: Tensor) -> list[Tensor]:
@@ -191,16 +200,16 @@ def bring_back(
     staged, follow = Staged(), Followers(optimizer)
     for key, parameter in paged.items():
         value: Any = parameter.detach()
-        grad = parameter.grad
-        staged.left += _parts(value) + ([] if grad is None else [grad])
+        left = gradient_of(parameter)
+        staged.left += _parts(value) + ([] if left is None else [left])
         try:
             value = _copied(value, device)
-            grad = None if grad is None else grad.to(device, copy=True)
+            grad = _gradient(parameter, value, copy=True)
             state = follow(parameter, device)
         except torch.OutOfMemoryError:
             host = torch.device("cpu")
             value = _copied(parameter.detach(), host)
-            grad = None if parameter.grad is None else parameter.grad.to(host, copy=True)
+            grad = _gradient(parameter, value, copy=True)
             state = follow(parameter, host)
         if isinstance(value, ts_quant.QuantizedTensor):
             staged.replaced[key] = nn.Parameter(value, requires_grad=False)

@@ -279,3 +279,28 @@ def test_hooks_run_on_gradients_of_a_graph_from_before(device):
     for name, grad in gradients(model).items():
         assert torch.equal(grad, wanted[name]), name
         assert ran.count(name) == 2, name
+
+
+def test_backward_is_fetched_ahead_of_whatever_has_escaped(tmp_path, monkeypatch):
+    files = FileTensors(tmp_path)
+    model = host(build(), files)
+    pager = page(model, "cpu", 2, "keep", files)
+    ahead = []
+    start = pager._start
+    monkeypatch.setattr(
+        pager, "_start", lambda block, urgent=False: (ahead.append(not urgent), start(block, urgent))
+    )
+
+    def fetched_ahead():
+        loss = model.loss(batch("cpu"))
+        ahead.clear()
+        loss.backward()
+        return sum(ahead), len(ahead)
+
+    fetched_ahead()
+    usual = fetched_ahead()
+    assert usual[0] > 0
+    model.state_dict()
+    assert fetched_ahead() == usual
+    pager.detach()
+    files.close()

@@ -326,14 +326,14 @@ class PagedBlock:
             if entry is not None:
                 entry.note_filled(parameter)
 
-    @property
-    def comes_at_its_use(self) -> bool:
+    def comes_at_its_use(self, *, backward: bool) -> bool:
         """Whether its weights are to be brought when they are used, not before.
 
-        One is being updated, or its memory is in hands that could write it until then.
+        One is being updated, or its memory is in hands that could write it until then: forward would bring it
+        once more. Backward does not, so that it may be brought ahead.
         """
         entries = [entry for p in self.parameters if (entry := guard_of(p)) is not None]
-        return any(entry.pending is not None or entry.escaped for entry in entries)
+        return any(entry.pending is not None or (entry.escaped and not backward) for entry in entries)
 
     def same_weights(self, other: PagedBlock) -> bool:
         """Whether another block has the same Parameters: its slot then holds what ours would."""

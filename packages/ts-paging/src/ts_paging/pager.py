@@ -337,7 +337,7 @@ class WeightPager:
             return False
         if self.device.type == "cpu" and not block.in_files():
             return False
-        return not block.comes_at_its_use
+        return not block.comes_at_its_use(backward=backward)
 
     def _start(self, block: PagedBlock, urgent: bool = False) -> None:
         """Begin to bring a block's weights into its slot, whoever is there now.

@@ -6,7 +6,7 @@ import sys
 MODULES = (
     "ts_core, ts_core.errors, ts_core.options, ts_core.memory, ts_core.dtypes, ts_core.blocks, "
     "ts_core.registry, ts_core.trace, ts_core.ops, ts_core.runtime, ts_core.testing, "
-    "ts_core.usage"
+    "ts_core.usage, ts_core.hardware"
 )
 
 

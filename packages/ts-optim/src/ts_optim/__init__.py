@@ -7,6 +7,7 @@ operations it is made of.
 from importlib.metadata import version
 
 from ts_core.errors import MissingDependencyError
+from ts_core.hardware import register_rates
 
 try:
     from . import _C as _C
@@ -23,3 +24,5 @@ from .placement import place_by_size
 __version__ = version("ts-optim")
 
 __all__ = ["OffloadAdamW", "adamw_blocks_", "adamw_step_", "grad_sumsq", "place_by_size"]
+
+register_rates("adamw_params_per_s", "ts_optim.rates:adamw_rates")

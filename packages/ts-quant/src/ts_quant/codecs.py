@@ -13,6 +13,7 @@ import torch
 from ts_core import registry
 from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
+from ts_core.hardware import register_rates
 
 from ._ops import FLOATS, INT8, NF4, Format, check_block_size
 
@@ -181,6 +182,7 @@ INT8_CODEC = BlockCodec(INT8)
 
 for _codec in (NF4_CODEC, INT8_CODEC):
     registry.register_codec(_codec)
+register_rates("decode_weights_per_s", "ts_quant.rates:decode_rates")
 
 
 def decode(

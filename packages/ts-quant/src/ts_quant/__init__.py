@@ -18,6 +18,7 @@ except ImportError as error:
     ) from error
 
 from .codecs import BlockCodec
+from .error_fit import init_lora_from_error
 from .functional import dequantize, quantize
 from .model import dequantize_model, quantize_model
 from .storage import from_safetensors_dict, to_safetensors_dict
@@ -29,6 +30,7 @@ __all__ = [
     "dequantize",
     "dequantize_model",
     "from_safetensors_dict",
+    "init_lora_from_error",
     "quantize",
     "quantize_model",
     "to_safetensors_dict",

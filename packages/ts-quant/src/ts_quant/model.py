@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +18,15 @@ from ts_core.memory import host_budget, parse_bytes
 from ts_core.options import integer, not_yet
 
 from ._ops import FLOATS
-from .functional import find_codec, quantize
+from .error_fit import quantize_with_error
+from .functional import find_codec
+from .precision import NEXT_CODEC, keep_precise_share, precise_names
 from .tensor import QuantizedTensor
 
 __all__ = ["QuantizableWeight", "dequantize_model", "quantizable_weights", "quantize_model"]
 
 _PINNED_FRACTION = 0.4
+_LOG = logging.getLogger("trainstream")
 
 
 @dataclass
@@ -52,7 +57,7 @@ def quantize_model(
     blocks: Iterable[nn.Module] | None = None,
     block_size: int = 64,
     pin_budget: int | str | None = None,
-    keep_precise: int = 0,
+    keep_precise: float | str | bool | None = 0,
     error_rank: int = 0,
     error_iters: int = 1,
     double_quant: bool = False,
@@ -72,14 +77,18 @@ def quantize_model(
         block_size: Values per scale, even, >= 2.
         pin_budget: Bytes (or "20GiB") of packed weights on the CPU to page-lock, where CUDA is usable; `None`
             is 40 % of the machine's RAM. What is beyond it, or cannot be locked, is pageable.
-        keep_precise: Not available in this release except 0.
-        error_rank: Not available in this release except 0.
-        error_iters: Iterations of the error fit; without effect while `error_rank` is 0.
+        keep_precise: Extra bytes, as a fraction (up to 0.5) of what all packed weights take without it;
+            "auto" and True are 0.05; 0, False and None are off. Within them nf4 weights become int8: taken by
+            falling reduction of the relative Frobenius error per extra byte, each that still fits. int8 has
+            no codec above it and ignores this; the logger "trainstream" says so.
+        error_rank: Rank of a fit of each matrix's error, kept with it for `init_lora_from_error`; 0 is none.
+            Matrices that are not larger than their two factors, stacks and meta weights have none.
+        error_iters: How often to quantize and refit; 1 leaves the packed bytes as they are without a fit.
         double_quant: Not available in this release.
 
     Returns:
-        `{"tensors": how many were packed, "kept_precise": 0, "bytes_before", "bytes_after"}`; the bytes are
-        those of the packed tensors alone.
+        `{"tensors": how many were packed, "kept_precise": how many of them one codec up, "bytes_before",
+        "bytes_after"}`; the bytes are those of these weights alone, with their fits.
 
     Raises:
         OptionError: An option outside its accepted values, or not available yet.
@@ -94,31 +103,35 @@ def quantize_model(
     """
     block_size = integer("block_size", block_size, minimum=2, maximum=1 << 40, multiple_of=2)
     codec = find_codec("quantize", quantize).name
-    integer("keep_precise", keep_precise, minimum=0)
-    integer("error_rank", error_rank, minimum=0)
-    integer("error_iters", error_iters, minimum=1)
-    not_yet("keep_precise", keep_precise, (0,))
-    not_yet("error_rank", error_rank, (0,))
+    share = keep_precise_share(keep_precise)
+    fit = integer("error_rank", error_rank, minimum=0), integer("error_iters", error_iters, minimum=1)
     not_yet("double_quant", double_quant, (False,))
     pins = _Pins(None if pin_budget is None else parse_bytes(pin_budget, name="pin_budget"))
     weights = quantizable_weights(model, find_blocks(model, blocks))
     for weight in weights:
         _check_finite(weight)
     totals = {"tensors": 0, "kept_precise": 0, "bytes_before": 0, "bytes_after": 0}
-    for weight in weights:
-        before = weight.parameter.numel() * weight.parameter.element_size()
-        try:
-            packed = _pack(weight, codec, block_size, pins)
-        except (MemoryError, torch.OutOfMemoryError) as error:
-            raise DoesNotFitError(
-                f"[quantize_model] memory ran out at {weight.name}; {totals['tensors']} of {len(weights)} "
-                "weights are packed. Free memory and call quantize_model again: it carries on from there"
-            ) from error
-        for module, name in weight.places:
-            module._parameters[name] = packed
-        totals["tensors"] += 1
-        totals["bytes_before"] += before
-        totals["bytes_after"] += packed.packed_bytes  # type: ignore[attr-defined]
+    where = "the measurement for keep_precise"
+    try:
+        if share and codec not in NEXT_CODEC:
+            _LOG.info("keep_precise=%g ignored: %s has no codec above it", share, codec)
+        precise = precise_names(((w.name, w.parameter) for w in weights), codec, block_size, share)
+        for weight in weights:
+            where = weight.name
+            before = weight.parameter.numel() * weight.parameter.element_size()
+            chosen = NEXT_CODEC[codec] if where in precise else codec
+            packed = _pack(weight, chosen, block_size, fit, pins)
+            for module, name in weight.places:
+                module._parameters[name] = packed
+            totals["tensors"] += 1
+            totals["kept_precise"] += where in precise
+            totals["bytes_before"] += before
+            totals["bytes_after"] += _held(packed)
+    except (MemoryError, torch.OutOfMemoryError) as error:
+        raise DoesNotFitError(
+            f"[quantize_model] memory ran out at {where}; {totals['tensors']} of {len(weights)} "
+            "weights are packed. Free memory and call quantize_model again: it carries on from there"
+        ) from error
     return totals
 
 
@@ -248,7 +261,16 @@ class _Pins:
         return memory.view(tensor.dtype).view(tensor.shape).copy_(tensor)
 
 
-def _pack(weight: QuantizableWeight, codec: str, block_size: int, pins: _Pins) -> nn.Parameter:
-    made = quantize(weight.parameter.detach(), codec, block_size=block_size, name=weight.name)
-    made = made._each(pins.place)
+def _pack(
+    weight: QuantizableWeight, codec: str, block_size: int, fit: tuple[int, int], pins: _Pins
+) -> nn.Parameter:
+    source = weight.parameter.detach()
+    made = quantize_with_error(source, codec, *fit, block_size=block_size, name=weight.name)
+    made = made._like({name: pins.place(part) for name, part in made.packed.items()})
     return nn.Parameter(made, requires_grad=False)
+
+
+def _held(packed: Any) -> int:
+    """Bytes of a packed weight and its fit."""
+    factors = packed.error_factors or ()
+    return int(packed.packed_bytes + sum(t.numel() * t.element_size() for t in factors))

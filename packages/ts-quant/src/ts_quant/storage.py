@@ -16,6 +16,7 @@ from .tensor import QuantizedTensor
 __all__ = ["from_safetensors_dict", "to_safetensors_dict"]
 
 _VERSION = 1
+_ERROR = "error_"
 
 
 def to_safetensors_dict(
@@ -24,7 +25,8 @@ def to_safetensors_dict(
     """Split a tensor into what `safetensors.torch.save_file(tensors, path, metadata)` takes.
 
     Args:
-        prefix: Name of the tensor; the packed tensors are called `prefix.codes`, `prefix.absmax`.
+        prefix: Name of the tensor; the packed tensors are called `prefix.codes`, `prefix.absmax`, and
+            a low-rank fit of its error `prefix.error_a`, `prefix.error_b`.
         tensor: The tensor; its packed tensors are handed over, not copied.
 
     Returns:
@@ -44,6 +46,9 @@ def to_safetensors_dict(
         "packed": sorted(tensor.packed),
     }
     tensors = {f"{prefix}.{name}": value for name, value in tensor.packed.items()}
+    if tensor.error_factors is not None:
+        description["error"] = True
+        tensors |= {f"{prefix}.{_ERROR}{side}": t for side, t in zip("ab", tensor.error_factors, strict=True)}
     return tensors, {prefix: json.dumps(description, sort_keys=True)}
 
 
@@ -83,11 +88,13 @@ def from_safetensors_dict(
         if not packed:
             raise ValueError("no packed tensors")
         shape = tuple(shape)
-    except (TrainStreamError, ValueError, TypeError, KeyError, RecursionError) as error:
-        raise fail(f"damaged description or missing tensor ({error!r})") from error
+        error = [tensors[f"{prefix}.{_ERROR}{side}"] for side in "ab"] if description.get("error") else None
+    except (TrainStreamError, ValueError, TypeError, KeyError, AttributeError, RecursionError) as why:
+        raise fail(f"damaged description or missing tensor ({why!r})") from why
     if version != _VERSION:
         raise fail(f"expected version {_VERSION} of the description, given {version!r}; update ts-quant")
     try:
-        return QuantizedTensor.from_packed(packed, codec, shape, dtype, block_size)
-    except TrainStreamError as error:
-        raise fail(str(error)) from error
+        made = QuantizedTensor.from_packed(packed, codec, shape, dtype, block_size)
+        return made if error is None else made.with_error(*error)
+    except TrainStreamError as why:
+        raise fail(str(why)) from why

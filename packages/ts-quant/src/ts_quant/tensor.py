@@ -27,6 +27,7 @@ Handler = Callable[..., Any]
 
 _HANDLERS: dict[Any, Handler] = {}
 _PREFIX = "packed_"
+_ERROR = ["error_a", "error_b"]
 
 
 class QuantizedTensor(torch.Tensor):
@@ -38,6 +39,9 @@ class QuantizedTensor(torch.Tensor):
     Attributes:
         codec: Name of the codec.
         block_size: Values per scale.
+        error_a: (rank, columns), or None: with `error_b` a fit of what packing lost, kept for adapters to
+            start from. It is no part of the value.
+        error_b: (rows, rank), or None.
 
     Example:
         >>> from ts_quant import quantize
@@ -48,6 +52,8 @@ class QuantizedTensor(torch.Tensor):
 
     codec: str
     block_size: int
+    error_a: torch.Tensor | None
+    error_b: torch.Tensor | None
     # What the tensor presents, kept here as well: reading .shape or .dtype goes through __torch_function__.
     _names: tuple[str, ...]
     _shape: tuple[int, ...]
@@ -84,6 +90,7 @@ class QuantizedTensor(torch.Tensor):
         self._names = tuple(packed)
         self._shape = tuple(shape)
         self._dtype = dtype
+        self.error_a = self.error_b = None
         for name, tensor in packed.items():
             setattr(self, _PREFIX + name, tensor)
         return self
@@ -130,6 +137,33 @@ class QuantizedTensor(torch.Tensor):
         """Bytes of the packed tensors."""
         return sum(tensor.numel() * tensor.element_size() for tensor in self.packed.values())
 
+    @property
+    def error_factors(self) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """The tensors `error_a` and `error_b`, or None."""
+        return None if self.error_a is None or self.error_b is None else (self.error_a, self.error_b)
+
+    def with_error(self, a: torch.Tensor, b: torch.Tensor) -> QuantizedTensor:
+        """Return the tensor with a low-rank fit of its error beside it.
+
+        Args:
+            a: (rank, columns), floating; kept, not copied.
+            b: (rows, rank), floating.
+
+        Returns:
+            A tensor over the same packed bytes.
+
+        Raises:
+            ArgumentError: Shapes that do not fit a matrix of this shape, or no floating tensors.
+        """
+        good = all(isinstance(t, torch.Tensor) and t.is_floating_point() and t.dim() == 2 for t in (a, b))
+        if not good or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != self._shape:
+            given = ", ".join(str(tuple(getattr(t, "shape", ()))) for t in (a, b))
+            expected = f"floating matrices (rank, columns) and (rows, rank) for the shape {self._shape}"
+            raise ArgumentError(message("QuantizedTensor.with_error", "a, b", expected, given))
+        made = QuantizedTensor(self.packed, self.codec, self._shape, self._dtype, self.block_size)
+        made.error_a, made.error_b = a, b
+        return made
+
     def dequantize(
         self, dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -149,10 +183,16 @@ class QuantizedTensor(torch.Tensor):
 
     def _like(self, packed: Mapping[str, torch.Tensor], **changes: Any) -> QuantizedTensor:
         shape, dtype = changes.get("shape", self._shape), changes.get("dtype", self._dtype)
-        return QuantizedTensor(packed, self.codec, shape, dtype, self.block_size)
+        made = QuantizedTensor(packed, self.codec, shape, dtype, self.block_size)
+        if tuple(shape) == self._shape:
+            made.error_a, made.error_b = self.error_a, self.error_b
+        return made
 
     def _each(self, function: Callable[[torch.Tensor], torch.Tensor], **changes: Any) -> QuantizedTensor:
-        return self._like({name: function(tensor) for name, tensor in self.packed.items()}, **changes)
+        made = self._like({name: function(tensor) for name, tensor in self.packed.items()}, **changes)
+        if made.error_a is not None and made.error_b is not None:
+            made.error_a, made.error_b = function(made.error_a), function(made.error_b)
+        return made
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         """Say what it is in one line, without its values."""
@@ -167,7 +207,8 @@ class QuantizedTensor(torch.Tensor):
             return cast(QuantizedTensor, memo[id(self)])
         copied = self._each(torch.clone)
         memo[id(self)] = copied
-        own = {"codec", "block_size", "_names", "_shape", "_dtype", *(_PREFIX + name for name in self._names)}
+        own = {"codec", "block_size", *_ERROR, "_names", "_shape", "_dtype"}
+        own |= {_PREFIX + name for name in self._names}
         for key, value in self.__dict__.items():
             if key not in own:
                 setattr(copied, key, value)
@@ -177,11 +218,13 @@ class QuantizedTensor(torch.Tensor):
         """Pickle the packed tensors; loads with `torch.load(weights_only=True)`."""
         is_parameter = bool(getattr(self, "_is_param", False))
         state = (self.packed, self.codec, tuple(self.shape), self.dtype, self.block_size, is_parameter)
-        return _rebuild, state
+        return _rebuild, state if self.error_factors is None else (*state, self.error_factors)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Name the inner tensors, for torch.compile and for `nn.Module.to`."""
-        return [_PREFIX + name for name in self._names], (self.codec, self.dtype, self.block_size)
+        names = [_PREFIX + name for name in self._names]
+        names += [] if self.error_factors is None else _ERROR
+        return names, (self.codec, self.dtype, self.block_size)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -189,12 +232,16 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         """Put the inner tensors together again."""
         codec, dtype, block_size = context
-        packed = {name.removeprefix(_PREFIX): tensor for name, tensor in inner.items()}
-        return QuantizedTensor(packed, codec, outer_size, dtype, block_size)
+        packed = {k.removeprefix(_PREFIX): tensor for k, tensor in inner.items() if k not in _ERROR}
+        made = QuantizedTensor(packed, codec, outer_size, dtype, block_size)
+        made.error_a, made.error_b = (inner.get(name) for name in _ERROR)
+        return made
 
     def _stable_hash_for_caching(self) -> str:
         """Name what compiled code depends on, for torch.compile's cache."""
-        return repr((self.codec, tuple(self.shape), self.dtype, self.block_size, self._names))
+        return repr(
+            (self.codec, tuple(self.shape), self.dtype, self.block_size, self._names, self.error_a is None)
+        )
 
     @classmethod
     def __torch_function__(
@@ -309,9 +356,12 @@ def _rebuild(
     dtype: torch.dtype,
     block_size: int,
     is_parameter: bool,
+    error: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> QuantizedTensor:
     """Make a tensor from a pickle; the parts may come from anywhere, so they are checked."""
     made = QuantizedTensor.from_packed(packed, codec, shape, dtype, block_size)
+    if error is not None:
+        made = made.with_error(*error)
     if is_parameter:
         made._is_param = True
     return made
@@ -427,6 +477,9 @@ def _copy_(func: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
         raise ArgumentError(message("QuantizedTensor.copy_", "src", f"one like {self!r}", repr(src)))
     for name, tensor in self.packed.items():
         tensor.copy_(src.packed[name], non_blocking)
+    # The fit belongs to the bytes.
+    factors = src.error_factors or (None, None)
+    self.error_a, self.error_b = (None if t is None else t.to(self.device, copy=True) for t in factors)
     return self
 
 

@@ -11,6 +11,7 @@ from trainstream._report import memory_report
 from trainstream._wrap import unwrap, wrap
 from ts_core.blocks import find_blocks
 from ts_core.errors import TrainStreamError
+from ts_core.hardware import HardwareProfile, profile_hardware
 from ts_core.usage import host_usage
 from ts_fused import causal_lm_loss, chunked_cross_entropy, rms_norm
 from ts_optim import OffloadAdamW
@@ -19,6 +20,7 @@ from ts_quant import QuantizedTensor, dequantize, quantize, quantize_model
 __version__ = version("trainstream")
 
 __all__ = [
+    "HardwareProfile",
     "OffloadAdamW",
     "QuantizedTensor",
     "TrainStreamError",
@@ -27,6 +29,7 @@ __all__ = [
     "dequantize",
     "find_blocks",
     "memory_report",
+    "profile_hardware",
     "quantize",
     "quantize_model",
     "rms_norm",

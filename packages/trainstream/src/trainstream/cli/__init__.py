@@ -1,4 +1,4 @@
-"""The command line: `trainstream finetune [config.yaml] [key=value ...]`."""
+"""The command line: `trainstream finetune [config.yaml] [key=value ...]` and `trainstream doctor`."""
 
 from __future__ import annotations
 
@@ -88,6 +88,31 @@ def finetune(
     except TrainStreamError as error:
         code = _failed(console, error, 2, debug)
     except Exception as error:  # every other fault: still one line unless asked
+        code = _failed(console, error, 1, debug)
+    if code:
+        raise typer.Exit(code)
+
+
+@app.command()
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    force: Annotated[bool, typer.Option("--force", help="Measure again what is kept from before.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Say what this machine gives, what is missing, and the command that mends it.
+
+    Exit codes: 0 training is possible, 1 it is not, 130 stopped by Ctrl-C.
+    """
+    from trainstream.cli.console import Console
+
+    console = Console(as_json)
+    try:
+        from trainstream.cli.doctor import run
+
+        code = run(console, force=force)
+    except KeyboardInterrupt:
+        code = 130
+    except Exception as error:  # every fault: one line unless asked
         code = _failed(console, error, 1, debug)
     if code:
         raise typer.Exit(code)

@@ -304,3 +304,15 @@ def test_backward_is_fetched_ahead_of_whatever_has_escaped(tmp_path, monkeypatch
     assert fetched_ahead() == usual
     pager.detach()
     files.close()
+
+
+def test_a_pass_that_is_over_is_taken_off_the_list():
+    """Not by a callback of its end, in which a Ctrl-C would be lost."""
+    model = host(build())
+    pager = page(model, "cpu", 2)
+    held = []
+    loss = model.loss(batch("cpu"))
+    model.layers[0].gate.weight.register_hook(lambda grad: held.extend(pager.sink._passes.values()))
+    loss.backward()
+    assert len(held) == 1
+    assert len(pager.sink._passes) == 0

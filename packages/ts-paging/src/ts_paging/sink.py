@@ -98,14 +98,16 @@ class _Pass:
     checkpointing) has its own.
     """
 
-    __slots__ = ("__weakref__", "_sink", "parts")
+    __slots__ = ("__weakref__", "_sink", "_task", "parts")
 
-    def __init__(self, sink: GradientSink) -> None:
-        self._sink = sink
+    def __init__(self, sink: GradientSink, task: int) -> None:
+        self._sink, self._task = sink, task
         self.parts: _Parts = {}
 
     def __call__(self) -> None:
         self._sink._land(self.parts)
+        # Else the dictionary hears of our end in a callback, where a Ctrl-C that comes then is lost.
+        self._sink._passes.pop(self._task, None)
 
 
 class GradientSink:
@@ -166,7 +168,7 @@ class GradientSink:
             task = torch._C._current_graph_task_id()
             under_way = self._passes.get(task)
             if under_way is None:
-                self._passes[task] = under_way = _Pass(self)
+                self._passes[task] = under_way = _Pass(self, task)
                 torch.autograd.Variable._execution_engine.queue_callback(under_way)
             batch: _Batch = []
             alone = [

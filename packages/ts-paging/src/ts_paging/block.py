@@ -366,6 +366,12 @@ class PagedBlock:
         Returns:
             What it returns; its gradients go the way of the block's.
         """
+        if self.slot is None:
+            return self._compute(function, args, kwargs)
+        with self.pager.turns.forward(self):
+            return self._compute(function, args, kwargs)
+
+    def _compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         with torch._C.DisableTorchFunctionSubclass():
             trained = tuple([i for i, p in enumerate(self.parameters) if p.requires_grad])
         governor = self.pager.governor

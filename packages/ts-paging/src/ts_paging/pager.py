@@ -21,6 +21,7 @@ from .layout import copy_exactly
 from .rows import GatheredRows, gathers
 from .sink import GradientSink, HostMemory
 from .slots import Slot
+from .turns import Turns
 
 __all__ = ["WeightPager"]
 
@@ -99,6 +100,7 @@ class WeightPager:
         self.min_offload_bytes = min_offload_bytes
         self.pages = pages
         self.governor: Governor | None = None
+        self.turns = Turns()
         self.short = False
         self.when_short: Callable[[], object] = lambda: None
         self._offloading = 0
@@ -281,6 +283,7 @@ class WeightPager:
             backward: Asked by a backward pass: the block that comes next is another one.
         """
         slot = _slot_of(block)
+        self.turns.backward()
         if self.governor is not None and self.device.type == "cpu":
             self.governor.breathe()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

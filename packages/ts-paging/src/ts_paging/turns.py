@@ -1,0 +1,95 @@
+"""Who computes with paged weights now: one thread at a time, and a second one is told.
+
+A slot holds one block's weights, and a module one set of them. Two threads in one paged model would exchange
+both under each other, and the results would be wrong without a word. So a thread that enters a paged module
+while another one is inside, or in a backward pass through one, gets an error, and so does one whose slot was
+taken meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+import torch
+
+from ts_core.errors import StateError
+
+if TYPE_CHECKING:
+    from .block import PagedBlock
+
+__all__ = ["Turns"]
+
+
+class _Backward:
+    """A backward pass through paged modules; the engine alone holds it, until the pass ends or fails."""
+
+    __slots__ = ("__weakref__", "thread")
+
+    def __init__(self) -> None:
+        self.thread = threading.get_ident()
+
+    def __call__(self) -> None:
+        """Called by the engine at the end of the pass: nothing is left to do."""
+
+
+class Turns:
+    """Notes which threads are in forward and in backward passes of a pager's modules."""
+
+    def __init__(self) -> None:
+        """Nobody is."""
+        self._lock = threading.Lock()
+        self._inside: dict[int, int] = {}
+        self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
+
+    def backward(self) -> None:
+        """Note that the calling thread is in a backward pass, if it is."""
+        task = torch._C._current_graph_task_id()
+        if task != -1 and task not in self._backwards:
+            self._backwards[task] = under_way = _Backward()
+            torch.autograd.Variable._execution_engine.queue_callback(under_way)
+
+    @contextlib.contextmanager
+    def forward(self, block: PagedBlock) -> Iterator[None]:
+        """Let the calling thread compute with a block's weights.
+
+        Raises:
+            StateError: Another thread is at it, or has taken the slot meanwhile.
+        """
+        me = threading.get_ident()
+        # A hook, or a checkpoint's second run, computes within a backward pass, on whatever thread that runs.
+        nested = torch._C._current_graph_task_id() != -1
+        with self._lock:
+            others = not nested and (
+                any(thread != me for thread in self._inside)
+                or any(backward.thread != me for backward in list(self._backwards.values()))
+            )
+            if others:
+                raise _two_threads(block)
+            self._inside[me] = self._inside.get(me, 0) + 1
+        try:
+            yield
+            slot = block.slot
+            if slot is not None and slot.owner is not block and not self._mine(me):
+                raise _two_threads(block)
+        finally:
+            with self._lock:
+                self._inside[me] -= 1
+                if not self._inside[me]:
+                    del self._inside[me]
+
+    def _mine(self, me: int) -> bool:
+        """Whether nobody but the calling thread can have taken a slot."""
+        with self._lock:
+            return len(self._inside) == 1 and all(b.thread == me for b in list(self._backwards.values()))
+
+
+def _two_threads(block: PagedBlock) -> StateError:
+    return StateError(
+        f"paged block {block.name!r}: another thread is computing with paged weights of this model, whose "
+        "slots serve one thread at a time. Let passes take turns (a lock around each forward and backward), "
+        "or evaluate a copy of the model"
+    )

@@ -1,0 +1,127 @@
+"""Several threads in one paged model: right results or an error, never wrong ones."""
+
+import threading
+
+import pytest
+import torch
+from test_weight_pager import batch, build, host, page
+
+from ts_core.errors import StateError
+from ts_core.testing import devices
+
+
+def in_thread(function):
+    """Run a function in another thread; return what it returned or raised."""
+    found = []
+
+    def run():
+        try:
+            found.append(function())
+        except Exception as error:
+            found.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join(60)
+    return found[0]
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_evaluation_beside_evaluation_is_right_or_refused(policy, device):
+    model = host(build()).eval()
+    page(model, device, 2, policy)
+    x = batch(device)
+    with torch.no_grad():
+        expected = model(x)
+    found, refused = [], []
+
+    def evaluate():
+        for _ in range(60):
+            try:
+                with torch.no_grad():
+                    found.append(torch.equal(model(x), expected))
+            except StateError as error:
+                refused.append(str(error))
+
+    threads = [threading.Thread(target=evaluate) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(found)
+    assert all("another thread" in message for message in refused)
+    with torch.no_grad():
+        assert torch.equal(model(x), expected)  # and it goes on
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_a_pass_within_another_thread_s_forward_or_backward_is_refused(policy, device):
+    model = host(build())
+    page(model, device, 2, policy)
+    x = batch(device)
+    told = []
+
+    def evaluate():
+        with torch.no_grad():
+            return model(x)
+
+    def in_forward(module, args, output):
+        told.append(in_thread(evaluate))
+
+    handle = model.layers[2].gate.register_forward_hook(in_forward)
+    loss = model.loss(x)
+    handle.remove()
+    assert isinstance(told.pop(), StateError)
+    loss.backward()
+    handle = model.layers[1].register_full_backward_hook(lambda *_: told.append(in_thread(evaluate)))
+    model.loss(x).backward()
+    handle.remove()
+    assert isinstance(told.pop(), StateError)
+    assert torch.is_tensor(in_thread(evaluate))  # when it is over, anybody may
+
+
+@pytest.mark.parametrize("device", devices())
+def test_turns_may_be_taken_from_any_thread(device):
+    plain, model = build().to(device), host(build())
+    page(model, device)
+    x = batch(device)
+    for step in range(3):
+        for current in (plain, model):
+            current.zero_grad()
+            torch.manual_seed(step)
+            loss = in_thread(lambda current=current: current.loss(x))
+            loss.backward() if step % 2 else in_thread(loss.backward)
+        for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None)
+            assert p.grad is None or torch.equal(p.grad.cpu(), q.grad.cpu())
+
+
+def test_a_failed_backward_pass_locks_nobody_out():
+    model = host(build())
+    page(model, "cpu")
+    x = batch("cpu")
+    handle = model.layers[0].gate.weight.register_hook(lambda grad: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.loss(x).backward()
+    handle.remove()
+    model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model.loss(x).backward()
+    assert torch.is_tensor(in_thread(lambda: model.loss(x)))
+
+
+def test_a_module_that_runs_within_a_backward_pass_is_no_other_thread():
+    model = host(build())
+    page(model, "cpu")
+    x, seen = batch("cpu"), []
+
+    def hook(grad):
+        with torch.no_grad():
+            seen.append(model(x))
+
+    loss = model.loss(x)
+    model.norm.weight.register_hook(hook)
+    loss.backward()
+    assert len(seen) == 1

@@ -1,5 +1,6 @@
 """The hardware profile: what is measured, what is assumed, and the file it is kept in. Nothing is timed."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
@@ -366,9 +367,9 @@ def test_the_probes_of_the_processor_count_bytes_and_operations(monkeypatch, tmp
 def test_the_disk_is_written_read_and_left_as_it_was(monkeypatch, tmp_path):
     monkeypatch.setattr(_probes, "_DIRECT_CHUNK", 1 << 20)
     found = _probes.disk(Bench(CPU, True, tmp_path, Clock(0.3)))
-    # Looks of the clock: the start, one after each chunk until a second is over, and one at the end.
-    assert found["disk_read_bytes_per_s"] == pytest.approx((4 << 20) / (5 * 0.3))
-    assert found["disk_write_bytes_per_s"] == pytest.approx((4 << 20) / (5 * 0.3))
+    # Looks of the clock: the start, one after each chunk until half a second is over, and one at the end.
+    assert found["disk_read_bytes_per_s"] == pytest.approx((2 << 20) / (3 * 0.3))
+    assert found["disk_write_bytes_per_s"] == pytest.approx((2 << 20) / (3 * 0.3))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -405,6 +406,78 @@ def test_what_needs_a_gpu_is_not_asked_of_a_processor():
     for probe in (_probes.link, _probes.page_lock):
         with pytest.raises(RuntimeError):
             probe(Bench(CPU, True, Path()))
+
+
+class Runtime:
+    """Stands for CUDA's run-time library and for `torch.cuda`."""
+
+    def __init__(self, code=0):
+        self.code = code
+        self.calls = []
+
+    def cudart(self):
+        return self
+
+    def Stream(self, device):
+        return object()
+
+    def cudaHostRegister(self, address, nbytes, flags):
+        self.calls.append(("lock", address, nbytes))
+        return self.code
+
+    def cudaHostUnregister(self, address):
+        self.calls.append(("unlock", address))
+        return 0
+
+
+@pytest.fixture
+def fake_gpu(monkeypatch):
+    """Host memory in the place of a GPU's; returns the stand-in for its library."""
+    runtime = Runtime()
+    empty, zeros = torch.empty, torch.zeros
+    monkeypatch.setattr(torch, "empty", lambda *size, device=None, **more: empty(*size, **more))
+    monkeypatch.setattr(torch, "zeros", lambda *size, device=None, **more: zeros(*size, **more))
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: True)
+    monkeypatch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "stream", lambda stream: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(_probes, "_CUDA", runtime)
+    return runtime
+
+
+GPU = torch.device("cuda", 0)
+
+
+def test_the_link_counts_both_ways(fake_gpu):
+    found = _probes.link(Bench(GPU, True, Path(), Clock(0.5)))
+    assert found == {
+        "h2d_bytes_per_s": (64 << 20) / 0.5,
+        "d2h_bytes_per_s": (64 << 20) / 0.5,
+        "both_bytes_per_s": (128 << 20) / 0.5,
+    }
+
+
+def test_memory_that_is_not_page_locked_says_nothing_of_the_link(fake_gpu, monkeypatch):
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor: False)
+    with pytest.raises(RuntimeError, match="page-locked"):
+        _probes.link(Bench(GPU, True, Path(), Clock(0.5)))
+
+
+def test_what_is_page_locked_is_released(fake_gpu, monkeypatch):
+    monkeypatch.setattr(_probes, "_sample_bytes", lambda bench, share=16: 1 << 20)
+    found = _probes.page_lock(Bench(GPU, True, Path(), Clock(0.5)))
+    assert found == {"page_lock_bytes_per_s": (1 << 20) / 0.5}
+    locked = [call[1] for call in fake_gpu.calls if call[0] == "lock"]
+    released = [call[1] for call in fake_gpu.calls if call[0] == "unlock"]
+    assert locked == released
+    assert len(locked) == 2
+
+
+def test_page_locking_that_is_refused_is_an_error_that_names_the_code(fake_gpu):
+    fake_gpu.code = 2
+    with pytest.raises(RuntimeError, match="code 2"):
+        _probes.page_lock(Bench(GPU, True, Path(), Clock(0.5)))
+    assert [call[0] for call in fake_gpu.calls] == ["lock"]
 
 
 @pytest.mark.parametrize("device", devices())

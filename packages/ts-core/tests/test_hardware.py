@@ -253,6 +253,54 @@ def test_threads_share_one_measurement(place):
     assert all(profile == found[0] for profile in found)
 
 
+def test_a_process_waits_for_another_that_measures_and_takes_what_it_found(place, tmp_path, monkeypatch):
+    first = profile_hardware("cpu")
+    (path,) = files(tmp_path)
+    text = path.read_text()
+    path.unlink()
+    looks = []
+
+    def flock(descriptor, operation):
+        looks.append(descriptor)
+        if len(looks) < 3:
+            raise BlockingIOError
+        path.write_text(text)
+
+    monkeypatch.setattr(hardware.fcntl, "flock", flock)
+    monkeypatch.setattr(hardware.time, "sleep", lambda seconds: None)
+    assert profile_hardware("cpu") == first
+    assert len(place) == 1
+    assert len(looks) == 3
+
+
+@pytest.mark.parametrize("error", [BlockingIOError, PermissionError])
+def test_a_cache_that_stays_locked_or_cannot_be_locked_is_no_error(place, monkeypatch, error):
+    def refuse(descriptor, operation):
+        raise error
+
+    monkeypatch.setattr(hardware.fcntl, "flock", refuse)
+    monkeypatch.setattr(hardware.time, "sleep", lambda seconds: None)
+    assert profile_hardware("cpu") == profile_hardware("cpu")
+    assert len(place) == 1
+
+
+def test_a_system_without_file_locks(place, monkeypatch):
+    monkeypatch.setattr(hardware, "fcntl", None)
+    assert profile_hardware("cpu") == profile_hardware("cpu")
+
+
+def test_an_error_while_measuring_releases_the_lock(place, tmp_path, monkeypatch):
+    def stopped(bench):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr(hardware, "_profile", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            profile_hardware("cpu")
+    monkeypatch.setattr(hardware.time, "sleep", lambda seconds: pytest.fail("it is still locked"))
+    assert profile_hardware("cpu").host_copy_bytes_per_s == 1.0
+
+
 def test_readers_never_see_half_a_file(place, tmp_path):
     first = profile_hardware("cpu")
     (path,) = files(tmp_path)

@@ -15,8 +15,9 @@ import os
 import platform
 import tempfile
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,10 @@ __all__ = [
     "register_rates",
     "seconds_per_call",
 ]
+
+fcntl: Any = None
+with suppress(ImportError):  # there is none on Windows
+    fcntl = importlib.import_module("fcntl")
 
 _VERSION = 1
 _LARGEST_FILE = 1 << 20
@@ -359,6 +364,28 @@ def _write(path: Path | None, key: Mapping[str, Any], profile: HardwareProfile) 
         return False
 
 
+@contextmanager
+def _alone(folder: Path | None) -> Iterator[None]:
+    """Wait for other processes that measure with the same cache, a minute at most.
+
+    Ranks that start together and measured at once would each find a share of the machine, and keep that.
+    """
+    with ExitStack() as stack:
+        # A system without flock, or a folder that cannot be locked, leaves everyone to measure as they like.
+        with suppress(OSError, ValueError, AttributeError):
+            if folder is not None and fcntl is not None:
+                folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+                descriptor = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
+                stack.callback(os.close, descriptor)
+                for _ in range(1200):
+                    try:
+                        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                        break
+                    except BlockingIOError:
+                        time.sleep(0.05)
+        yield
+
+
 def _measured_rates(bench: Bench) -> Iterator[tuple[str, float]]:
     """Go through what the registered functions measure."""
     for table, function in sorted(_rates.items()):
@@ -457,8 +484,12 @@ def profile_hardware(
         kept = None if force else _read(path, key) or _unsaved.get(name)
         if kept is not None:
             return kept
-        profile = _profile(Bench(target, quick, folder))
-        _unsaved.pop(name, None)
-        if not _write(path, key, profile):
-            _unsaved[name] = profile
-        return profile
+        with _alone(None if path is None else path.parent):
+            kept = None if force else _read(path, key)  # another process may have been at it
+            if kept is not None:
+                return kept
+            profile = _profile(Bench(target, quick, folder))
+            _unsaved.pop(name, None)
+            if not _write(path, key, profile):
+                _unsaved[name] = profile
+            return profile

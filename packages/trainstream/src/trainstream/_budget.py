@@ -76,7 +76,7 @@ class _Meter:
 def _in_ram(tensor: Any) -> int:
     """Bytes of a CPU tensor that are not in one of our files."""
     if isinstance(tensor, QuantizedTensor):
-        return sum(_in_ram(part) for part in tensor.packed.values())
+        return sum(_in_ram(part) for part in (*tensor.packed.values(), *(tensor.error_factors or ())))
     if tensor.device.type != "cpu" or locate(tensor.detach()) is not None:
         return 0
     return int(tensor.numel() * tensor.element_size())

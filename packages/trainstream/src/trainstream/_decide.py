@@ -24,6 +24,7 @@ from ts_core.usage import CONTEXT_BYTES
 from ts_optim import OffloadAdamW
 from ts_optim.placement import place_by_size
 from ts_paging.pager import WeightPager
+from ts_quant.precision import precise_names
 
 __all__ = ["Decided", "decide", "make_plan", "optimizer_tier"]
 
@@ -35,6 +36,7 @@ class Decided:
     Attributes:
         codec: Codec of frozen block weights.
         packed: ids of the Parameters that are packed with it.
+        precise: ids of those of them that move up one codec.
         layout: Where every group goes.
         specs: What every group takes.
         adapts: Whether the session measures and adapts.
@@ -56,6 +58,7 @@ class Decided:
     why: list[str]
     moments: str = "float32"
     reserve: int = 0
+    precise: frozenset[int] = frozenset()
     governed: bool = True
     settling: frozenset[int] = frozenset()
 
@@ -91,10 +94,16 @@ def decide(
     forced = _forced(inventory, want, options)
     settling = _settling(inventory, device, optimizer)
 
+    size, fit = options.quant_block_size, options.error_rank
+    precise: dict[str, frozenset[int]] = {}
+
     def specs_of(codec: str, moments: str) -> list[GroupSpec]:
         packed = frozen if codec != "none" else frozenset()
-        size = options.quant_block_size
-        return inventory.specs(device, optimizer, codec, size, packed, settling, moments)
+        if codec not in precise:  # measured once, where it is asked for and the codec has one above it
+            weights = ((id(p), p) for p in frozen_weights(model, blocks))
+            precise[codec] = precise_names(weights, codec, size, options.keep_precise)
+        kept = precise[codec]
+        return inventory.specs(device, optimizer, codec, size, packed, settling, moments, kept, fit)
 
     def decided(found: _Found, adapts: bool, why: list[str], held: int = 0, governed: bool = True) -> Decided:
         packed = frozen if found.codec != "none" else frozenset()
@@ -104,6 +113,7 @@ def decide(
         return Decided(
             codec=found.codec,
             packed=packed,
+            precise=precise[found.codec],
             layout=found.layout,
             specs=found.specs,
             adapts=adapts,
@@ -347,7 +357,8 @@ def make_plan(
                 optimizer=optimizer_tier(tier, number in trained, device, number in decided.settling),
             )
         )
-    used = {row.codec for row in rows} - {"none"}
+    # Weights that moved up one codec are part of the codec asked for.
+    used = {decided.codec} if decided.precise else {row.codec for row in rows} - {"none"}
     layout, budgets = decided.layout, bounds.budgets
     return Plan(
         device=str(device),
@@ -356,6 +367,9 @@ def make_plan(
             quantize=used.pop() if len(used) == 1 else "mixed" if used else decided.codec,
             quant_block_size=options.quant_block_size,
             moment_dtype=decided.moments,
+            keep_precise=options.keep_precise,
+            error_rank=options.error_rank,
+            error_iters=options.error_iters,
         ),
         optimizer=optimizer.mode if isinstance(optimizer, OffloadAdamW) else "none",
         prefetch_depth=options.prefetch_depth,

@@ -18,6 +18,8 @@ from ts_optim.placement import place_by_size
 from ts_paging.rows import gathers
 from ts_paging.slots import SlotLayout
 from ts_quant import QuantizedTensor
+from ts_quant.error_fit import fits
+from ts_quant.precision import NEXT_CODEC
 
 __all__ = ["Inventory", "Unit", "reserve_for"]
 
@@ -160,6 +162,8 @@ class Inventory:
         packed: frozenset[int],
         settling: frozenset[int] = frozenset(),
         moments: str = "float32",
+        precise: frozenset[int] = frozenset(),
+        error_rank: int = 0,
     ) -> list[GroupSpec]:
         """Return what each unit takes.
 
@@ -172,14 +176,28 @@ class Inventory:
             settling: Indices of units that are paged, in a slot of their own, where their optimizer works on
                 the host: resident they have its state beside them.
             moments: Format of the moments of an `OffloadAdamW`.
+            precise: ids of those in `packed` that move up one codec.
+            error_rank: Rank of the fit that each of those in `packed` gets; it stays in RAM.
         """
         held = _trained_by(optimizer)
         cpu = device.type == "cpu"
         ours = isinstance(optimizer, OffloadAdamW)
         each = _MOMENTS[moments] if ours else 8
-        return [
-            self._spec(unit, cpu or index in settling, ours, held, each, codec, block_size, packed)
+        found = [
+            self._spec(unit, cpu or index in settling, ours, held, each, codec, block_size, packed, precise)
             for index, unit in enumerate(self.units)
+        ]
+        fits = [
+            sum(_fit_bytes(p, error_rank * (id(p) in packed)) for p in unit.pageable) for unit in self.units
+        ]
+        return [
+            dataclasses.replace(
+                spec,
+                paged=spec.paged + fit,
+                device=spec.device + (fit if cpu else 0),
+                host=spec.host + (0 if cpu else fit),
+            )
+            for spec, fit in zip(found, fits, strict=True)
         ]
 
     def trained(self, optimizer: Optimizer | None) -> frozenset[int]:
@@ -199,10 +217,12 @@ class Inventory:
         codec: str,
         block_size: int,
         packed: frozenset[int],
+        precise: frozenset[int],
     ) -> GroupSpec:
         def stored(parameter: Tensor) -> int:
             if id(parameter) in packed and codec != "none":
-                return int(registry.codec(codec).packed_bytes(parameter.numel(), block_size))
+                chosen = NEXT_CODEC[codec] if id(parameter) in precise else codec
+                return int(registry.codec(chosen).packed_bytes(parameter.numel(), block_size))
             return parameter_bytes(parameter)
 
         device = host = paged = scratch = foreign = 0
@@ -244,6 +264,13 @@ def _keeps_its_own(module: nn.Module) -> bool:
         # One writes its rows when it is read, the other has gradients that are not dense.
         return module.max_norm is not None or module.sparse
     return False
+
+
+def _fit_bytes(parameter: Tensor, rank: int) -> int:
+    """Bytes of the fit of a weight's error: of the one that it has, or of one of this rank."""
+    if isinstance(parameter, QuantizedTensor):
+        return sum(t.numel() * t.element_size() for t in parameter.error_factors or ())
+    return rank * sum(parameter.shape) * parameter.element_size() if fits(parameter, rank) else 0
 
 
 def _trained_by(optimizer: Optimizer | None) -> frozenset[int]:

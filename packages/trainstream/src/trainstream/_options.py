@@ -263,10 +263,8 @@ class WrapOptions:
         self.moment_dtype = moments
         self.outliers = _auto_share("outliers", self.outliers, 0.1)
         self.keep_precise = _auto_share("keep_precise", self.keep_precise, 0.5)
-        _off("keep_precise", self.keep_precise, (0.0,))
-        options.integer("error_rank", self.error_rank, minimum=0)
-        _off("error_rank", self.error_rank, (0,))
-        options.integer("error_iters", self.error_iters, minimum=1)
+        self.error_rank = options.integer("error_rank", self.error_rank, minimum=0)
+        self.error_iters = options.integer("error_iters", self.error_iters, minimum=1)
         options.boolean("double_quant", self.double_quant)
         options.not_yet("double_quant", self.double_quant, (False,))
 

@@ -148,7 +148,14 @@ class Tiers:
     def _store(self, tensor: Tensor, disk: bool, trained: bool = False) -> Tensor:
         if isinstance(tensor, QuantizedTensor):
             packed = {key: self._store(part, disk) for key, part in tensor.packed.items()}
-            return QuantizedTensor(packed, tensor.codec, tuple(tensor.shape), tensor.dtype, tensor.block_size)
+            shape = tuple(tensor.shape)
+            made = QuantizedTensor(packed, tensor.codec, shape, tensor.dtype, tensor.block_size)
+            if tensor.error_factors is None:
+                return made
+            # Nothing computes with the fit: it needs no page-locked memory.
+            return made.with_error(
+                *(self._store(t, True) if disk else t.to("cpu", copy=True) for t in tensor.error_factors)
+            )
         if not ts_paging.layout.is_dense(tensor):
             tensor = tensor.contiguous()
         if disk:

@@ -16,7 +16,10 @@ from trainstream._paging import Tiers
 from ts_optim import OffloadAdamW
 from ts_optim.gradients import ConsumedGradient, gradient_of
 from ts_paging.files import locate
+from ts_quant import QuantizedTensor
+from ts_quant.error_fit import quantize_with_error
 from ts_quant.model import quantizable_weights
+from ts_quant.precision import NEXT_CODEC
 
 __all__ = ["Staged", "bring_back", "commit", "frozen_weights", "stage"]
 
@@ -59,6 +62,8 @@ def stage(
     paged: dict[int, nn.Parameter],
     tiers: Tiers,
     optimizer: Optimizer | None = None,
+    precise: frozenset[int] = frozenset(),
+    fit: tuple[int, int] = (0, 1),
 ) -> Staged:
     """Make new values for what changes its place or its codec.
 
@@ -71,6 +76,8 @@ def stage(
         paged: Parameters that go to their tier, by id.
         tiers: The tiers.
         optimizer: The optimizer; not changed.
+        precise: ids of those of `quantized` that move up one codec.
+        fit: Rank and iterations of the fit of their error; it stays in RAM.
 
     Returns:
         What `commit` puts in place.
@@ -83,8 +90,9 @@ def stage(
         if id(tensor) in quantized or not here:
             staged.left += _parts(value)
         if id(tensor) in quantized:
-            value = ts_quant.quantize(value.to(device), codec, block_size=block_size)
-            value = tiers.store(tensor, value) if here else value
+            chosen = NEXT_CODEC[codec] if id(tensor) in precise else codec
+            made = quantize_with_error(value.to(device), chosen, *fit, block_size=block_size)
+            value = tiers.store(tensor, made) if here else _fit_in_ram(made, made)
             staged.replaced[id(tensor)] = nn.Parameter(value, requires_grad=False)
         elif here:
             if isinstance(value, ts_quant.QuantizedTensor):
@@ -143,7 +151,16 @@ def _gradient(parameter: Tensor, value: Tensor, *, copy: bool) -> Tensor | None:
 
 
 def _parts(value: Tensor) -> list[Tensor]:
-    return list(value.packed.values()) if isinstance(value, ts_quant.QuantizedTensor) else [value]
+    if isinstance(value, ts_quant.QuantizedTensor):
+        return [*value.packed.values(), *(value.error_factors or ())]
+    return [value]
+
+
+def _fit_in_ram(made: QuantizedTensor, source: QuantizedTensor, *, copy: bool = False) -> QuantizedTensor:
+    """Put the fit of `source` beside what was made of it; nothing computes with it, so it is in RAM."""
+    if source.error_factors is None:
+        return made
+    return made.with_error(*(part.to("cpu", copy=copy) for part in source.error_factors))
 
 
 def _mapped(value: Tensor) -> bool:
@@ -226,5 +243,6 @@ def _copied(value: Tensor, device: torch.device) -> Tensor:
     if isinstance(value, ts_quant.QuantizedTensor):
         packed = {key: part.to(device, copy=True) for key, part in value.packed.items()}
         shape = tuple(value.shape)
-        return ts_quant.QuantizedTensor(packed, value.codec, shape, value.dtype, value.block_size)
+        made = ts_quant.QuantizedTensor(packed, value.codec, shape, value.dtype, value.block_size)
+        return _fit_in_ram(made, value, copy=True)
     return value.to(device, copy=True)

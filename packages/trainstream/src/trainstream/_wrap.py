@@ -34,6 +34,8 @@ from ts_core.planner import Layout
 from ts_core.usage import keep_heap_tight, release_free_memory
 from ts_optim import OffloadAdamW, grad_sumsq
 from ts_optim.placement import PlacePolicy
+from ts_quant import init_lora_from_error
+from ts_quant.precision import NEXT_CODEC
 
 __all__ = ["unwrap", "wrap"]
 
@@ -101,7 +103,9 @@ def wrap(
         if device.type == "cuda":
             reserve(p for p in paged.values() if tiers.tier_of(p) == "host")
         size = checked.quant_block_size
-        staged = stage(model, decided.packed, device, decided.codec, size, paged, tiers, adopted)
+        fit = checked.error_rank, checked.error_iters
+        coded = model, decided.packed, device, decided.codec, size
+        staged = stage(*coded, paged, tiers, adopted, decided.precise, fit)
         tiers.renamed(staged.replaced)
         paged = {id(p): p for p in (staged.replaced.get(key, p) for key, p in paged.items())}
         undo = commit(model, adopted, staged)
@@ -156,6 +160,8 @@ def wrap(
         if pager is not None and adopted.needs_norm:
             pager.sink.square_sum = grad_sumsq
     session.undo += renamed
+    started = init_lora_from_error(model, only_fresh=True)
+    unsettled += _quality(session, decided, started)
     for line in [*_story(session, how, decided, want, len(blocks)), *unsettled]:
         session.events.add(line)
     told = {
@@ -216,6 +222,26 @@ def _story(session: Session, how: str, decided: Decided, want: Asked, count: int
         packed = sum(isinstance(p, ts_quant.QuantizedTensor) for p in session.model.parameters())
         none = "" if packed else ": no block holds a frozen weight of two or more dimensions"
         lines.append(f"quantize={options.quantize}: {packed} weights are packed{none}")
+    return lines
+
+
+def _quality(session: Session, decided: Decided, started: int) -> list[str]:
+    """Say what became of the options that make packing lose less."""
+    options, lines = session.options, []
+    if options.keep_precise and decided.codec not in NEXT_CODEC:
+        lines.append(f"keep_precise={options.keep_precise:g} ignored: nothing is packed as nf4")
+    elif options.keep_precise:
+        above = NEXT_CODEC[decided.codec]
+        lines.append(
+            f"keep_precise={options.keep_precise:g}: {len(decided.precise)} of {len(decided.packed)} weights "
+            f"are {above}, by measured error"
+        )
+    if options.error_rank and not decided.packed:
+        lines.append(f"error_rank={options.error_rank} ignored: no weight is packed here")
+    elif options.error_rank:
+        lines.append(f"error_rank={options.error_rank}: a fit of the error is kept with packed matrices")
+    if started:
+        lines.append(f"error fit: {started} adapters start from it")
     return lines
 
 

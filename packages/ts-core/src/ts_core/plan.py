@@ -60,6 +60,9 @@ class Numerics:
         moment_dtype: Format of AdamW's moments.
         kernels: Whether fused kernels replace the model's own modules.
         attention: SDPA backend, or None for torch's own order.
+        keep_precise: Share of extra bytes for weights that move up one codec.
+        error_rank: Rank of the fit of the quantization error that adapters start from.
+        error_iters: How often it was made anew.
     """
 
     quantize: str = "none"
@@ -67,6 +70,9 @@ class Numerics:
     moment_dtype: str = "float32"
     kernels: bool = False
     attention: str | None = None
+    keep_precise: float = 0.0
+    error_rank: int = 0
+    error_iters: int = 1
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,7 +27,6 @@ Handler = Callable[..., Any]
 
 _HANDLERS: dict[Any, Handler] = {}
 _PREFIX = "packed_"
-_ERROR = ["error_a", "error_b"]
 
 
 class QuantizedTensor(torch.Tensor):
@@ -207,7 +206,7 @@ class QuantizedTensor(torch.Tensor):
             return cast(QuantizedTensor, memo[id(self)])
         copied = self._each(torch.clone)
         memo[id(self)] = copied
-        own = {"codec", "block_size", *_ERROR, "_names", "_shape", "_dtype"}
+        own = {"codec", "block_size", "error_a", "error_b", "_names", "_shape", "_dtype"}
         own |= {_PREFIX + name for name in self._names}
         for key, value in self.__dict__.items():
             if key not in own:
@@ -221,10 +220,8 @@ class QuantizedTensor(torch.Tensor):
         return _rebuild, state if self.error_factors is None else (*state, self.error_factors)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        """Name the inner tensors, for torch.compile and for `nn.Module.to`."""
-        names = [_PREFIX + name for name in self._names]
-        names += [] if self.error_factors is None else _ERROR
-        return names, (self.codec, self.dtype, self.block_size)
+        """Name the inner tensors, for torch.compile and `nn.Module.to`; nothing computes with the fit."""
+        return [_PREFIX + name for name in self._names], (self.codec, self.dtype, self.block_size)
 
     @staticmethod
     def __tensor_unflatten__(
@@ -232,16 +229,12 @@ class QuantizedTensor(torch.Tensor):
     ) -> QuantizedTensor:
         """Put the inner tensors together again."""
         codec, dtype, block_size = context
-        packed = {k.removeprefix(_PREFIX): tensor for k, tensor in inner.items() if k not in _ERROR}
-        made = QuantizedTensor(packed, codec, outer_size, dtype, block_size)
-        made.error_a, made.error_b = (inner.get(name) for name in _ERROR)
-        return made
+        packed = {name.removeprefix(_PREFIX): tensor for name, tensor in inner.items()}
+        return QuantizedTensor(packed, codec, outer_size, dtype, block_size)
 
     def _stable_hash_for_caching(self) -> str:
         """Name what compiled code depends on, for torch.compile's cache."""
-        return repr(
-            (self.codec, tuple(self.shape), self.dtype, self.block_size, self._names, self.error_a is None)
-        )
+        return repr((self.codec, tuple(self.shape), self.dtype, self.block_size, self._names))
 
     @classmethod
     def __torch_function__(

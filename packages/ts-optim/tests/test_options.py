@@ -33,7 +33,7 @@ ACCEPTED = {
     "measure_updates": [True, False],
     "seed": [0, 2**63 - 1],
     "eager": [None, False, True],
-    "accumulate_fp32": [True, False],
+    "accumulate_fp32": [None, True, False],
     "distributed": [False],
     "max_grad_norm": [None, 1, 0.5, 1e9],
     "accumulation_steps": [None, 1, 7],
@@ -54,7 +54,7 @@ REJECTED = {
     "measure_updates": [None, 1],
     "seed": [None, -1, 2**63, 0.5, "x"],
     "eager": [1, "yes"],
-    "accumulate_fp32": [None, 1],
+    "accumulate_fp32": ["yes", 2],
     "distributed": [True, None, 0],
     "max_grad_norm": [0.0, -1.0, float("nan"), float("inf"), "1", True],
     "accumulation_steps": [0, -1, 1.5, True, "1"],
@@ -235,5 +235,11 @@ def test_sums_become_fp32_from_the_time_they_are_asked_for():
     (weight * 0.001).sum().backward()
     assert weight.grad.dtype is torch.float32
     assert torch.equal(weight.grad, torch.full((4,), 1 + torch.tensor(0.001).bfloat16().item()))
-    optimizer.reconfigure(accumulate_fp32=False)  # once begun it stays
-    assert optimizer._options.accumulate_fp32
+    optimizer.reconfigure(accumulate_fp32=False)
+    (weight * 1.0).sum().backward()
+    assert weight.grad.dtype is torch.float32  # what has begun
+    optimizer.zero_grad()
+    for value in (1.0, 0.001):
+        (weight * value).sum().backward()
+    assert torch.equal(weight.grad, torch.ones(4).bfloat16() + torch.tensor(0.001).bfloat16())
+    assert optimizer.accumulate_fp32 is False

@@ -535,3 +535,10 @@ class TestGpu:
         assert arena.pinned_bytes == 256 << 20
         arena.close()
         assert arena.pinned_bytes == 0
+
+
+def test_without_a_gpu_no_more_is_reserved_than_the_ram_allows():
+    with HostArena(pinned=False, slab_bytes=1 << 16, available=lambda: 1 << 20) as arena:
+        assert arena.reserve(1 << 50) <= 1 << 21
+        arena.synchronize()
+        assert arena.reserved_bytes <= 1 << 21

@@ -170,8 +170,13 @@ def test_copies_issued_before_close_are_carried_out():
     assert all(bool((dst == 1).all()) for dst in dsts)
     from ts_core.errors import StateError
 
-    with pytest.raises(StateError, match="closed"):
-        engine.h2d(dsts[0], torch.ones(100_000)).wait()
+    source = torch.ones(100_000)
+    for issue in (engine.h2d, engine.d2h):
+        with pytest.raises(StateError, match="closed"):
+            issue(dsts[0], source)
+    for issue in (engine.h2d_many, engine.d2h_many):
+        with pytest.raises(StateError, match="closed"):
+            issue([dsts[0]], [source])
 
 
 def test_a_ticket_outlives_its_engine():

@@ -121,6 +121,9 @@ class Arrivals:
 
     The hook runs in the parameter's own place in the graph, or, for a guarded one, where its gradients land:
     the sums are the same. It does not keep this object alive.
+
+    Attributes:
+        wide: Sum in fp32 from now on; what has begun so goes on so.
     """
 
     def __init__(self, *, wide: bool) -> None:
@@ -129,7 +132,7 @@ class Arrivals:
         Args:
             wide: Sum in fp32.
         """
-        self._wide = wide
+        self.wide = wide
         self._params: dict[int, torch.Tensor] = {}
         self._opened: set[int] = set()
 
@@ -156,7 +159,7 @@ class Arrivals:
             held = param.grad
             if isinstance(held, ConsumedGradient):
                 param.grad = held = held.value
-            if self._wide and held is not None and held.dtype in _LOW and param.dtype in _LOW:
+            if self.wide and held is not None and held.dtype in _LOW and param.dtype in _LOW:
                 self._widen(param, held)
                 self._opened.add(key)
             # A parameter that takes gradients of any dtype is given more exact ones than others are.

@@ -140,13 +140,13 @@ class OffloadAdamW(EagerUpdates):
             torch does; `stats()["nonfinite"]` says which parameter it was, if the norm is measured.
         ema: Decay d of a moving average of the fp32 weights, e <- d e + (1 - d) p after each step, that
             starts with the weights before the first one. It is updated in the same pass and lives where the
-            state does (4 more bytes), in `state[param]["ema"]`; see `ema_weights`. A parameter's average
-            moves in the steps in which it has a gradient. None: no average.
-        measure_updates: Measure gradient, update and weight of every tensor in the same pass; see
+            state does (4 more bytes), in `state[param]["ema"]`; see the method `ema_weights`. A parameter's
+            average moves in the steps in which it has a gradient. None: no average.
+        measure_updates: Measure gradient, update and weight of every tensor in the same pass; see the method
             `tensor_stats`.
         accumulate_fp32: Sum the gradients of 16-bit parameters in fp32; `p.grad` then has 4 bytes a
             parameter from the second backward pass on. Other optimizers of the same parameters may refuse
-            such gradients, as torch's do.
+            such gradients, as torch's do. None: as `trainstream.wrap` likes it, which does; by itself, no.
         seed: Of stochastic rounding; a number from 0. It is saved in the state dict's groups as
             "rounding_seed", and a loaded one replaces it.
 
@@ -190,7 +190,7 @@ class OffloadAdamW(EagerUpdates):
         skip_nonfinite: bool = False,
         ema: float | None = None,
         measure_updates: bool = False,
-        accumulate_fp32: bool = False,
+        accumulate_fp32: bool | None = None,
         seed: int = 0,
     ) -> None:
         """See the class."""
@@ -259,8 +259,11 @@ class OffloadAdamW(EagerUpdates):
         limit = self._options.accumulation_steps
         complete = self._update_now if self._options.in_backward else None
         self._counter = None if limit is None else BackwardCounter(limit, self._name, complete)
-        wide = self._options.accumulate_fp32
-        self._arrivals = Arrivals(wide=wide) if wide or self._options.eager else None
+        wide = bool(self._options.accumulate_fp32)
+        if self._arrivals is not None:
+            self._arrivals.wide = wide  # it knows which parameters take fp32 gradients by now
+        elif wide or self._options.eager:
+            self._arrivals = Arrivals(wide=wide)
 
     # -- what users call ---------------------------------------------------------------------------------
 
@@ -275,7 +278,7 @@ class OffloadAdamW(EagerUpdates):
         max_grad_norm: float | EllipsisType | None = ...,
         accumulation_steps: int | EllipsisType | None = ...,
         threads: int | EllipsisType | None = ...,
-        accumulate_fp32: bool | EllipsisType = ...,
+        accumulate_fp32: bool | EllipsisType | None = ...,
     ) -> None:
         """Change options between two steps; what is not named stays. See the class for their meaning.
 
@@ -283,7 +286,7 @@ class OffloadAdamW(EagerUpdates):
             max_grad_norm: Limit of the norm, or None.
             accumulation_steps: Backward passes accepted between steps, or None; counting starts again.
             threads: Host threads, or None.
-            accumulate_fp32: True once made or configured so stays: sums that have begun keep their dtype.
+            accumulate_fp32: As in the class; a sum that has begun keeps its dtype.
 
         Raises:
             OptionError: A value outside the accepted ones; nothing is changed then.
@@ -301,14 +304,18 @@ class OffloadAdamW(EagerUpdates):
         changes: dict[str, Any] = {name: value for name, value in asked.items() if value is not ...}
         options = replace(self._options, **changes)
         self._drain()
-        wide = options.accumulate_fp32 or self._options.accumulate_fp32
         watching = options.accumulation_steps != self._options.accumulation_steps
-        watching = watching or wide != self._options.accumulate_fp32
+        watching = watching or bool(options.accumulate_fp32) != bool(self._options.accumulate_fp32)
         watching = watching or options.in_backward != self._options.in_backward
-        self._options = replace(options, accumulate_fp32=wide)
+        self._options = options
         if watching:
             self._start_watching()
             self._watch()
+
+    @property
+    def accumulate_fp32(self) -> bool | None:
+        """Whether gradients of 16-bit parameters add up in fp32; None if nobody has said."""
+        return self._options.accumulate_fp32
 
     def works_in_place(self, param: torch.Tensor) -> bool:
         """Tell whether a CUDA kernel updates the host state of parameters like this one.

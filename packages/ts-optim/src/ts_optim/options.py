@@ -56,7 +56,7 @@ class OffloadOptions:
     skip_nonfinite: bool = False
     ema: float | None = None
     measure_updates: bool = False
-    accumulate_fp32: bool = False
+    accumulate_fp32: bool | None = None
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -75,7 +75,7 @@ class OffloadOptions:
         boolean("measure_grad_norm", self.measure_grad_norm)
         boolean("skip_nonfinite", self.skip_nonfinite)
         boolean("measure_updates", self.measure_updates)
-        boolean("accumulate_fp32", self.accumulate_fp32)
+        choice("accumulate_fp32", self.accumulate_fp32, (None, False, True))
         if self.accumulate_fp32 and not _GRAD_DTYPE:
             raise OptionError("option accumulate_fp32=True needs torch 2.10 or later (Tensor.grad_dtype)")
         if self.eager and self.accumulation_steps is None:

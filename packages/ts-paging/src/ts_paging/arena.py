@@ -287,8 +287,6 @@ class HostArena:
 
     def _limit(self) -> int:
         ceiling = _UNLIMITED if self.ceiling_bytes is None else self.ceiling_bytes
-        if not self._wants():
-            return ceiling
         return min(ceiling, self.reserved_bytes + max(self._available(), 0))
 
     def _ordinary(self, nbytes: int, reason: str = "") -> torch.Tensor:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from ts_core import registry
-from ts_core.errors import ArgumentError, ArgumentTypeError, message
+from ts_core.errors import ArgumentError, ArgumentTypeError, StateError, message
 from ts_core.memory import parse_bytes
 from ts_core.options import integer
 
@@ -95,8 +95,9 @@ class CopyEngine:
         Raises:
             ArgumentTypeError: Not tensors, `src` not on the CPU, dtypes differ.
             ArgumentError: Shapes differ, not contiguous, or the two overlap in memory.
-            StateError: The engine belongs to the parent of this forked process.
+            StateError: The engine is closed, or belongs to the parent of this forked process.
         """
+        self._expect_open("h2d")
         _check("h2d", dst, src, src, "src")
         return self._native.submit(_H2D, [dst], [src], priority, [])
 
@@ -115,8 +116,9 @@ class CopyEngine:
         Raises:
             ArgumentTypeError: Not tensors, `dst` not on the CPU, dtypes differ.
             ArgumentError: Shapes differ, not contiguous, or the two overlap in memory.
-            StateError: The engine belongs to the parent of this forked process.
+            StateError: The engine is closed, or belongs to the parent of this forked process.
         """
+        self._expect_open("d2h")
         _check("d2h", dst, src, dst, "dst")
         return self._native.submit(_D2H, [dst], [src], priority, [])
 
@@ -142,7 +144,7 @@ class CopyEngine:
         Raises:
             ArgumentTypeError: Not plain tensors, one of `srcs` not on the CPU, dtypes or devices differ.
             ArgumentError: Shapes or the numbers of tensors differ, not contiguous, overlap in memory.
-            StateError: The engine belongs to the parent of this forked process.
+            StateError: The engine is closed, or belongs to the parent of this forked process.
 
         Example:
             >>> dsts, srcs = [torch.zeros(2), torch.zeros(3)], [torch.ones(2), torch.ones(3)]
@@ -150,6 +152,7 @@ class CopyEngine:
             >>> dsts
             [tensor([1., 1.]), tensor([1., 1., 1.])]
         """
+        self._expect_open("h2d_many")
         dsts, srcs = list(dsts), list(srcs)
         _check_many("h2d_many", dsts, srcs, srcs, "srcs")
         return self._native.submit(_H2D, dsts, srcs, priority, list(after))
@@ -176,11 +179,16 @@ class CopyEngine:
         Raises:
             ArgumentTypeError: Not plain tensors, one of `dsts` not on the CPU, dtypes or devices differ.
             ArgumentError: Shapes or the numbers of tensors differ, not contiguous, overlap in memory.
-            StateError: The engine belongs to the parent of this forked process.
+            StateError: The engine is closed, or belongs to the parent of this forked process.
         """
+        self._expect_open("d2h_many")
         dsts, srcs = list(dsts), list(srcs)
         _check_many("d2h_many", dsts, srcs, dsts, "dsts")
         return self._native.submit(_D2H, dsts, srcs, priority, list(after))
+
+    def _expect_open(self, name: str) -> None:
+        if not self._finalizer.alive:
+            raise StateError(f"[CopyEngine.{name}] the engine is closed; make another one")
 
     @property
     def inflight_bytes(self) -> int:

@@ -100,7 +100,7 @@ WRONG = {
     "error_rank": [-1, 1.5, None],
     "error_iters": [0, "2"],
     "double_quant": ["auto", 1],
-    "disk_offload": [7, True],
+    "disk_offload": [7, True, "/no/such/directory"],
     "moe_paging": ["auto", None],
     "host_arena": ["big", True, -1, 0],
     "peer": ["all", True],

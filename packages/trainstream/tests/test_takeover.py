@@ -465,3 +465,32 @@ def test_micro_batches_add_up_in_fp32_paged_or_not(dtype):
             assert torch.equal(grad, parts[0][name] + parts[1][name] + parts[2][name]), name
         grads = grads or found
         assert all(torch.equal(grads[name], grad) for name, grad in found.items())
+
+
+def test_fp32_sums_are_told_respected_and_undone():
+    model = tiny_llama().to(torch.bfloat16)
+    given = OffloadAdamW(model.parameters(), accumulation_steps=None, accumulate_fp32=False)
+    model, optimizer = trainstream.wrap(model, given)
+    assert optimizer.accumulate_fp32 is False  # somebody has said so
+    assert not any("fp32: from the second" in line for line in trainstream.memory_report(model)["events"])
+    trainstream.unwrap(model)
+    model, optimizer = trainstream.wrap(model, torch.optim.AdamW(model.parameters()))
+    assert optimizer.accumulate_fp32
+    assert any("fp32: from the second" in line for line in trainstream.memory_report(model)["events"])
+    trainstream.unwrap(model)
+    assert not optimizer.accumulate_fp32
+    other = torch.optim.AdamW(model.parameters())
+    ids = torch.arange(8).view(1, 8)
+    for _ in range(2):
+        model(input_ids=ids, labels=ids).loss.backward()
+    assert {p.grad.dtype for p in model.parameters()} == {torch.bfloat16}
+    other.step()
+
+
+def test_messages_name_parameters():
+    model, optimizer = trainstream.wrap(tiny_llama(), None, max_grad_norm=1.0)
+    ids = torch.arange(8).view(1, 8)
+    model(input_ids=ids, labels=ids).loss.backward()
+    model.lm_head.weight.grad[0, 0] = float("nan")
+    optimizer.step()
+    assert optimizer.stats()["nonfinite"] == (1, "parameter 'lm_head.weight'")

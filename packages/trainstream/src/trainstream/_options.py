@@ -209,6 +209,10 @@ class WrapOptions:
             raise OptionError(
                 f"option disk_offload: expected None or a directory, given {self.disk_offload!r}"
             )
+        if self.disk_offload is not None and not os.path.isdir(self.disk_offload):  # noqa: PTH112
+            raise OptionError(
+                f"option disk_offload: expected an existing directory, given {os.fspath(self.disk_offload)!r}"
+            )
         if self.max_inflight_bytes is not None:
             size = _bytes("max_inflight_bytes", self.max_inflight_bytes)
             self.max_inflight_bytes = options.integer("max_inflight_bytes", size, minimum=1)

@@ -44,7 +44,9 @@ class ReachCheck:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Watch the parameters of `model` that `optimizer` trains."""
         held = {id(p) for group in optimizer.param_groups for p in group["params"]}
-        self._parameters = [(n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) in held]
+        self._parameters = [
+            (n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) in held and p.numel()
+        ]
         self._reached: set[str] = set()
         self._moved: set[str] = set()
         self._due: set[str] = set()

@@ -153,12 +153,7 @@ def wrap(
     if pager is not None:
         pager.when_short = partial(session.events.add, _SHORT)
     if isinstance(adopted, OffloadAdamW):
-        if adopted is optimizer:
-            named = ("max_grad_norm", "accumulation_steps", "threads")
-            given = {name: getattr(checked, name) for name in named if getattr(checked, name) is not None}
-            adopted.reconfigure(accumulate_fp32=True, **given)
-        if pager is not None and adopted.needs_norm:
-            pager.sink.square_sum = grad_sumsq
+        unsettled += _configure(session, adopted, given=adopted is optimizer)
     session.undo += renamed
     started = init_lora_from_error(model, only_fresh=True)
     unsettled += _quality(session, decided, started)
@@ -192,6 +187,28 @@ def _assign(inventory: Inventory, layout: Layout, tiers: Tiers) -> dict[int, nn.
         if tier == "disk":
             tiers.to_disk([p for p in inventory.units[index].pageable if id(p) in paged])
     return paged
+
+
+def _configure(session: Session, optimizer: OffloadAdamW, *, given: bool) -> list[str]:
+    """Tell an optimizer what the options say and what its parameters are called; return what to say of it."""
+    lines = []
+    options, pager = session.options, session.pager
+    changes: dict[str, Any] = {}
+    if given:
+        for name in ("max_grad_norm", "accumulation_steps", "threads"):
+            if getattr(options, name) is not None:
+                changes[name] = getattr(options, name)
+    if optimizer.accumulate_fp32 is None:
+        changes["accumulate_fp32"] = True
+        session.undo.append(partial(optimizer.reconfigure, accumulate_fp32=None))
+        trained = [p for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
+        if any(p.dtype in (torch.bfloat16, torch.float16) for p in trained):
+            lines.append("gradients of 16-bit weights add up in fp32: from the second pass on .grad is fp32")
+    optimizer.reconfigure(**changes)
+    optimizer.attach(session.model)
+    if pager is not None and optimizer.needs_norm:
+        pager.sink.square_sum = grad_sumsq
+    return lines
 
 
 def _beside(inventory: Inventory, settling: frozenset[int], default: PlacePolicy) -> PlacePolicy:
@@ -316,7 +333,6 @@ def _adopt(
         "threads": options.threads,
         "moment_dtype": moments,
         "mode": options.optimizer_mode,
-        "accumulate_fp32": True,
     }
     if optimizer is None:
         trained = [p for p in model.parameters() if p.requires_grad]

@@ -19,6 +19,8 @@ import ts_quant
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, MissingDependencyError, OptionError
 from ts_core.testing import assert_bit_equal, devices
 from ts_hf import Checkpoint, build, load_model, load_tokenizer, loading, streaming
+from ts_paging.files import locate
+from ts_quant.error_fit import quantize_with_error
 
 KINDS = [
     "llama",
@@ -473,8 +475,8 @@ def test_random_weights_need_only_the_config_file(tmp_path):
         ("quantize", "int4", "expected one of"),
         ("quantize", True, "expected one of"),
         ("keep_precise", 0.05, "not available"),
-        ("error_rank", 8, "not available"),
-        ("error_iters", 2, "not available"),
+        ("error_rank", -1, ">= 0"),
+        ("error_iters", 0, ">= 1"),
         ("double_quant", True, "not available"),
         ("disk_offload", 3, "expected None or a directory"),
         ("dtype", "float64", "expected one of"),
@@ -493,6 +495,29 @@ def test_random_weights_need_only_the_config_file(tmp_path):
 def test_bad_options_name_themselves(option, value, words, llama_folder):
     with pytest.raises(OptionError, match=f"option {option}.*{words}"):
         load_model(llama_folder, **{option: value})
+
+
+@pytest.mark.parametrize("in_files", [False, True])
+def test_fits_of_the_error_are_kept(llama_folder, tmp_path, in_files):
+    disk = tmp_path if in_files else None
+    model = load_model(llama_folder, "nf4", error_rank=2, error_iters=2, disk_offload=disk)
+    plain = dict(load_model(llama_folder, None).named_parameters())
+    packed = {n: p for n, p in model.named_parameters() if isinstance(p, ts_quant.QuantizedTensor)}
+    fitted = 0
+    for name, p in packed.items():
+        want = quantize_with_error(plain[name].detach(), "nf4", 2, 2)
+        assert_bit_equal(p.dequantize(), want.dequantize())
+        assert (p.error_factors is None) == (want.error_factors is None)
+        for got, part in zip(p.error_factors or (), want.error_factors or (), strict=True):
+            assert_bit_equal(got, part)
+            assert (locate(got) is not None) == in_files
+            fitted += 1
+    assert fitted
+
+
+def test_a_rank_without_packing_is_in_the_receipt(llama_folder):
+    model = load_model(llama_folder, None, error_rank=2)
+    assert "error_rank=2 ignored" in model.trainstream_receipt["reason"]
 
 
 @pytest.mark.parametrize("value", ["none", None, False, "auto"])

@@ -43,6 +43,7 @@ class _Options:
     trust_remote_code: bool
     device: torch.device
     files: FileTensors | None
+    fit: tuple[int, int] = (0, 1)
 
 
 def packed_bytes(numel: int, codec: str, block_size: int) -> int:
@@ -84,12 +85,8 @@ def _device_option(value: object) -> torch.device:
     return device
 
 
-def _refuse_later_options(
-    keep_precise: object, error_rank: object, error_iters: object, double_quant: object
-) -> None:
+def _refuse_later_options(keep_precise: object, double_quant: object) -> None:
     not_yet("keep_precise", keep_precise, (0, 0.0, False, None))
-    not_yet("error_rank", error_rank, (0,))
-    not_yet("error_iters", error_iters, (1,))
     not_yet("double_quant", double_quant, (False,))
 
 
@@ -124,7 +121,9 @@ def _make_packing(model: Any, options: _Options) -> tuple[Packing, str]:
     if files is not None:
         home = FileHome(files, frozenset(n for n, why in skipped.items() if why == OUTSIDE))
     codec, reason = _choose_codec(model, names, options, home is not None)
-    return Packing(codec, options.block_size, names, skipped, home), reason
+    if options.fit[0] and codec is None:
+        reason += f"; error_rank={options.fit[0]} ignored: nothing is packed"
+    return Packing(codec, options.block_size, names, skipped, home, options.fit), reason
 
 
 def _choose_codec(
@@ -391,8 +390,9 @@ def load_model(
         dtype: bf16, fp16 or fp32, as a torch dtype or by name; every floating weight is cast to it.
         quant_block_size: Values per scale; even.
         keep_precise: Not in this release.
-        error_rank: Not in this release.
-        error_iters: Not in this release.
+        error_rank: Rank of a fit of each packed matrix's error, kept with it: `wrap()` and
+            `ts_quant.init_lora_from_error` start LoRA adapters from it. 0: none.
+        error_iters: How often a matrix is quantized and its fit made anew.
         double_quant: Not in this release.
         disk_offload: An existing directory, or a `ts_paging.files.FileTensors`. The weights (those of the
             blocks, and of at least 1 MiB outside them; packed ones packed) are written to private files there
@@ -430,7 +430,7 @@ def load_model(
         0.79
     """
     started = time.perf_counter()
-    _refuse_later_options(keep_precise, error_rank, error_iters, double_quant)
+    _refuse_later_options(keep_precise, double_quant)
     options = _Options(
         _quantize_option(quantize),
         parse_dtype(dtype, accepted=_DTYPES),
@@ -439,6 +439,7 @@ def load_model(
         boolean("trust_remote_code", trust_remote_code),
         _device_option(device),
         None,
+        (integer("error_rank", error_rank, minimum=0), integer("error_iters", error_iters, minimum=1)),
     )
     if disk_offload is not None and options.device.type != "cpu":
         raise OptionError(

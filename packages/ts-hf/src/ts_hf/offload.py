@@ -116,10 +116,13 @@ class FileHome:
     def place(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Return the value of the Parameter `name` in its place; one that is in a file already is kept."""
         if isinstance(tensor, QuantizedTensor):
-            if all(locate(part) is not None for part in tensor.packed.values()):
+            factors = tensor.error_factors or ()
+            if all(locate(part) is not None for part in (*tensor.packed.values(), *factors)):
                 return tensor
             packed = {key: self.files.place(part.contiguous()) for key, part in tensor.packed.items()}
-            return QuantizedTensor(packed, tensor.codec, tuple(tensor.shape), tensor.dtype, tensor.block_size)
+            shape = tuple(tensor.shape)
+            made = QuantizedTensor(packed, tensor.codec, shape, tensor.dtype, tensor.block_size)
+            return made.with_error(*map(self.files.place, factors)) if factors else made
         if not self.wants(name, tensor.shape, tensor.dtype) or locate(tensor) is not None:
             return tensor
         return self.files.place(tensor.contiguous())

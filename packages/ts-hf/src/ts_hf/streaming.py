@@ -21,9 +21,9 @@ from typing import Any
 import torch
 from torch import nn
 
-import ts_quant
 from ts_core.blocks import find_blocks
 from ts_core.errors import ArgumentError, CheckpointError
+from ts_quant.error_fit import quantize_with_error
 
 from .build import owner_of
 from .checkpoint import Checkpoint
@@ -80,6 +80,7 @@ class Packing:
         names: Parameters that the codec applies to.
         skipped: Reasons why the others stay as they are.
         home: The files that hold the parameters, or None if they stay in memory.
+        fit: Rank and iterations of the fit of the error that packed matrices keep.
     """
 
     codec: str | None
@@ -87,6 +88,7 @@ class Packing:
     names: frozenset[str]
     skipped: dict[str, str]
     home: FileHome | None = None
+    fit: tuple[int, int] = (0, 1)
 
     def packs(self, name: str) -> bool:
         """Whether the codec applies to a parameter."""
@@ -96,7 +98,7 @@ class Packing:
         """Make the parameter that replaces `old`: packed if the name says so, and where it is to live."""
         trained = old.requires_grad and tensor.is_floating_point()
         if self.codec is not None and name in self.names:
-            tensor = ts_quant.quantize(tensor, self.codec, block_size=self.block_size, name=name)
+            tensor = quantize_with_error(tensor, self.codec, *self.fit, block_size=self.block_size, name=name)
             trained = False
         if self.home is not None:
             tensor = self.home.place(name, tensor)

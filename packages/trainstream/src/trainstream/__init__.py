@@ -15,7 +15,7 @@ from ts_core.hardware import HardwareProfile, profile_hardware
 from ts_core.usage import host_usage
 from ts_fused import causal_lm_loss, chunked_cross_entropy, rms_norm
 from ts_optim import OffloadAdamW
-from ts_quant import QuantizedTensor, dequantize, quantize, quantize_model
+from ts_quant import QuantizedTensor, dequantize, init_lora_from_error, quantize, quantize_model
 
 __version__ = version("trainstream")
 
@@ -28,6 +28,7 @@ __all__ = [
     "chunked_cross_entropy",
     "dequantize",
     "find_blocks",
+    "init_lora_from_error",
     "memory_report",
     "profile_hardware",
     "quantize",

@@ -316,3 +316,42 @@ def test_a_pass_that_is_over_is_taken_off_the_list():
     loss.backward()
     assert len(held) == 1
     assert len(pager.sink._passes) == 0
+
+
+def around(module, calls):
+    """Put a function around a module's forward, as profilers and patches do."""
+    inner = module.forward
+
+    def forward(*args, **kwargs):
+        calls.append(module)
+        return inner(*args, **kwargs)
+
+    module.forward = forward
+    return forward
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_a_function_that_others_put_around_a_module_stays(policy):
+    plain, model = build(), host(build())
+    calls, before = [], []
+    first = around(model.layers[3], before)  # below ours
+    pager = page(model, "cpu", 2, policy)
+    mine = [around(model.layers[1], calls), around(model.head, calls)]
+
+    def between(step):
+        if step == 0:
+            pager.settle(["layers.1", "layers.3", "head"])
+        elif step == 1:
+            pager.unpage(["layers.1", "layers.3"], mover("cpu"))
+        elif step == 2:
+            pager.unpage(["head"], mover("cpu"))
+
+    assert train(model, 4, between) == train(plain, 4)
+    assert calls == [model.layers[1], model.head] * 4
+    assert len(before) == 4 * (2 if policy == "recompute" else 1)
+    pager.detach()
+    assert [model.layers[1].forward, model.head.forward] == mine
+    assert model.layers[3].forward is first
+    assert train(model, 1) == train(plain, 1)
+    assert calls == [model.layers[1], model.head] * 5
+    assert all("forward" not in model.layers[i].__dict__ for i in (0, 2, 4))

@@ -92,6 +92,14 @@ class _StandIn:
         self._block, self._name, self._run = block, name, run
         self.__wrapped__ = getattr(block.module, name)  # inspect.signature looks here
 
+    def hand_over(self, block: PagedBlock, run: Callable[..., Any]) -> None:
+        """Call another block's method from now on."""
+        self._block, self._run = block, run
+
+    def retire(self) -> None:
+        """Call what stood here before: others have put a function around this one, and keep it."""
+        self._run = self.__wrapped__
+
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self._run(*args, **kwargs)
@@ -194,9 +202,16 @@ class PagedBlock:
         self._inside = False
         self._original: Callable[..., Any] = module.forward
         self._before: dict[str, Any] = {}
+        self._stand_ins: dict[str, _StandIn] = {}
 
-    def attach(self, slot: Slot | None) -> None:
-        """Take a slot and replace ``forward``; ``.to()`` and the like leave paged Parameters alone."""
+    def attach(self, slot: Slot | None, follows: PagedBlock | None = None) -> None:
+        """Take a slot and replace ``forward``; ``.to()`` and the like leave paged Parameters alone.
+
+        Args:
+            slot: The slot, or None.
+            follows: The block of the same module whose place this one takes: what stands on the module stays
+                there, with all that others have put around it since.
+        """
         self.slot = slot
         if slot is not None:
             with torch._C.DisableTorchFunctionSubclass():
@@ -204,24 +219,37 @@ class PagedBlock:
                 self.views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
                 self.fill_views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
         self._anchor = torch.zeros((), device=self.pager.device, requires_grad=True)
-        self._original = self.module.forward
         self._buffers = [
             (owner._buffers, key)
             for owner in self.module.modules()
             for key, buffer in owner._buffers.items()
             if buffer is not None
         ]
+        runs = {"forward": self._forward, "_apply": self._apply}
+        if follows is not None:
+            follows.left = True
+            self._original, self._before = follows._original, follows._before
+            self._stand_ins = follows._stand_ins
+            for key, stand_in in self._stand_ins.items():
+                stand_in.hand_over(self, runs[key])
+            return
         own = self.module.__dict__
-        self._before = {key: own[key] for key in ("forward", "_apply") if key in own}
-        own["forward"] = _StandIn(self, "forward", self._forward)
-        own["_apply"] = _StandIn(self, "_apply", self._apply)
+        self._original = self.module.forward
+        self._before = {key: own[key] for key in runs if key in own}
+        self._stand_ins = {key: _StandIn(self, key, run) for key, run in runs.items()}
+        own.update(self._stand_ins)
 
     def detach(self) -> None:
-        """Give the module its own methods back."""
+        """Give the module its own methods back; what others have put around ours stays."""
         self.left = True
-        for key in ("forward", "_apply"):
-            self.module.__dict__.pop(key, None)
-        self.module.__dict__.update(self._before)
+        own = self.module.__dict__
+        for key, stand_in in self._stand_ins.items():
+            if own.get(key) is not stand_in:
+                stand_in.retire()
+            elif key in self._before:
+                own[key] = self._before[key]
+            else:
+                del own[key]
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> nn.Module:
         """Stand in for the module's ``_apply``: what is paged stays in its place, the rest is converted."""

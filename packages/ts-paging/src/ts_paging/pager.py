@@ -181,8 +181,9 @@ class WeightPager:
         staying = [block for block in [*self.blocks, *self.edges] if block.name not in leaving]
         held = {id(parameter) for block in staying for parameter in block.parameters}
         parameters = {id(p): p for block in going for p in block.parameters if id(p) not in held}
-        for block in going:
-            block.detach()
+        for edge in self.edges:
+            if edge.name in leaving:
+                edge.detach()
         for parameter in parameters.values():
             release(parameter)
             self.sink.forget(parameter)
@@ -193,7 +194,7 @@ class WeightPager:
             if block.name in leaving:
                 bare = PagedBlock(self, block.name, block.module, block.policy)
                 bare.runs, bare.fills = block.runs, block.fills
-                bare.attach(None)
+                bare.attach(None, block)
                 self.blocks[index] = bare
         self.pages = lambda parameter: id(parameter) not in parameters and pages(parameter)
         self._forget_order()
@@ -226,13 +227,12 @@ class WeightPager:
             self._finish(_slot_of(block))
         pages = self.pages
         for block, slot in moving:
-            block.detach()
             # Those that it has now: one that was assigned in the place of another is not known to `pages`.
             own = {id(parameter) for parameter in block.parameters}
             self.pages = lambda parameter, own=own: id(parameter) in own  # type: ignore[misc]
             settled = PagedBlock(self, block.name, block.module, block.policy)
             settled.runs, settled.fills = block.runs, block.fills
-            settled.attach(slot)
+            settled.attach(slot, block)
             place = self.blocks if block in self.blocks else self.edges
             place[place.index(block)] = settled
         self.pages = pages

@@ -493,4 +493,4 @@ def test_messages_name_parameters():
     model(input_ids=ids, labels=ids).loss.backward()
     model.lm_head.weight.grad[0, 0] = float("nan")
     optimizer.step()
-    assert optimizer.stats()["nonfinite"] == (1, "parameter 'lm_head.weight'")
+    assert optimizer.stats()["first_nonfinite"] == (1, "parameter 'lm_head.weight'")

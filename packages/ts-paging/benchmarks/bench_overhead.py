@@ -201,7 +201,7 @@ def measure(cell, runs):
 
 #: Part -> what belongs to it: modules, or names in one module.
 PARTS = {
-    "entry": (block, ("_StandIn.", "PagedBlock._forward", "PagedBlock.compute")),
+    "entry": (block, ("PagedBlock._forward", "PagedBlock.compute", "PagedBlock._compute")),
     "slot use": (block, ("PagedBlock.stale", "PagedBlock.stamp", "PagedBlock.filled", "PagedBlock.in_files")),
     "binding": (block, ("PagedBlock._bound", "_Bind.")),
     "hooks": (block, ("PagedBlock._hooks", "_Weight.", "refuse_create_graph", "_version")),

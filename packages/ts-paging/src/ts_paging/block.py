@@ -11,7 +11,6 @@ from __future__ import annotations
 import bisect
 import contextlib
 import copy
-import types
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -26,6 +25,7 @@ from ts_core.guard import GuardedParameter, guard, guard_of, release
 from .activations import park_hook
 from .files import locate
 from .slots import Slot, SlotLayout, own_view
+from .stand_in import StandIn
 
 if TYPE_CHECKING:
     from .pager import WeightPager
@@ -85,49 +85,6 @@ _bind = cast(Callable[..., tuple[Tensor, ...]], _Bind.apply)
 _gate = cast(Callable[..., tuple[Tensor, ...]], _Gate.apply)
 
 
-class _StandIn:
-    """What stands in the place of a method on the module; a copy of the module gets the class's own again."""
-
-    def __init__(self, block: PagedBlock, name: str, run: Callable[..., Any]) -> None:
-        self._block, self._name, self._run = block, name, run
-        self.__wrapped__ = getattr(block.module, name)  # inspect.signature looks here
-
-    def hand_over(self, block: PagedBlock, run: Callable[..., Any]) -> None:
-        """Call another block's method from now on."""
-        self._block, self._run = block, run
-
-    def retire(self) -> None:
-        """Call what stood here before: others have put a function around this one, and keep it."""
-        self._run = self.__wrapped__
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._run(*args, **kwargs)
-
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
-    def with_weights(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """What `ts_core.paged.with_weights` calls."""
-        return self._block.seated().compute(function, args, kwargs)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        module, own = self._block.module, self._block._before.get(self._name)
-        if own is not None:
-            return copy.deepcopy(own, memo)
-        return _method(memo[id(module)], self._name)
-
-    def __reduce__(self) -> Any:
-        module, own = self._block.module, self._block._before.get(self._name)
-        return (_itself, (own,)) if own is not None else (_method, (module, self._name))
-
-
-def _itself(value: Any) -> Any:
-    return value
-
-
-def _method(module: nn.Module, name: str) -> Any:
-    return types.MethodType(getattr(type(module), name), module)
-
-
 class _Weight:
     """A saved tensor that is a view of a slot, and the state its Parameter was in."""
 
@@ -175,6 +132,7 @@ class PagedBlock:
         runs: How often the original forward ran; 2 per step when it recomputes.
         fills: How often its weights were brought into the slot.
         left: It was detached: only graphs from before use it.
+        before: Methods that others had put on the module before, by name.
     """
 
     def __init__(self, pager: WeightPager, name: str, module: nn.Module, policy: str) -> None:
@@ -201,8 +159,8 @@ class PagedBlock:
         self._stamp: _Stamp = ()
         self._inside = False
         self._original: Callable[..., Any] = module.forward
-        self._before: dict[str, Any] = {}
-        self._stand_ins: dict[str, _StandIn] = {}
+        self.before: dict[str, Any] = {}
+        self._stand_ins: dict[str, StandIn] = {}
 
     def attach(self, slot: Slot | None, follows: PagedBlock | None = None) -> None:
         """Take a slot and replace ``forward``; ``.to()`` and the like leave paged Parameters alone.
@@ -228,15 +186,15 @@ class PagedBlock:
         runs = {"forward": self._forward, "_apply": self._apply}
         if follows is not None:
             follows.left = True
-            self._original, self._before = follows._original, follows._before
+            self._original, self.before = follows._original, follows.before
             self._stand_ins = follows._stand_ins
             for key, stand_in in self._stand_ins.items():
                 stand_in.hand_over(self, runs[key])
             return
         own = self.module.__dict__
         self._original = self.module.forward
-        self._before = {key: own[key] for key in runs if key in own}
-        self._stand_ins = {key: _StandIn(self, key, run) for key, run in runs.items()}
+        self.before = {key: own[key] for key in runs if key in own}
+        self._stand_ins = {key: StandIn(self, key, run) for key, run in runs.items()}
         own.update(self._stand_ins)
 
     def detach(self) -> None:
@@ -246,8 +204,8 @@ class PagedBlock:
         for key, stand_in in self._stand_ins.items():
             if own.get(key) is not stand_in:
                 stand_in.retire()
-            elif key in self._before:
-                own[key] = self._before[key]
+            elif key in self.before:
+                own[key] = self.before[key]
             else:
                 del own[key]
 

@@ -28,6 +28,7 @@ import trainstream
 import ts_quant
 from trainstream._device import answer_with
 from ts_core.blocks import find_blocks
+from ts_core.guard import GuardedParameter
 from ts_optim import OffloadAdamW
 from ts_paging.activations import FileActivations, HostActivations
 from ts_paging.files import FileTensors
@@ -185,11 +186,16 @@ def accumulated(model, ids):
 
 def penalised(model, ids):
     # On the host in both runs: a paged Parameter is there, and a sum taken on a GPU has other bits.
+    # After the loss, so that its gradients are the first to arrive; and by one thread, so that they are not
+    # the first or the last as the threads for the GPU and for the host happen to run.
+    loss = _loss(model, ids)
     # A packed one is decoded to its dtype first: float() alone would decode it without rounding to bfloat16.
     read = [p.dequantize() if isinstance(p, QuantizedTensor) else p for p in model.parameters()]
     penalty = sum(p.cpu().float().pow(2).sum() for p in read)
-    loss = _loss(model, ids) + 1e-3 * penalty.to(ids.device)
-    loss.backward()
+    loss = loss + 1e-3 * penalty.to(ids.device)
+    one_thread = not any(isinstance(p, GuardedParameter) for p in model.parameters())
+    with torch.autograd.set_multithreading_enabled(not one_thread):
+        loss.backward()
     return [loss]
 
 

@@ -8,6 +8,7 @@ from test_weight_pager import batch, build, host, page
 
 from ts_core.errors import StateError
 from ts_core.testing import devices
+from ts_paging.turns import _Backward
 
 
 def in_thread(function):
@@ -125,3 +126,46 @@ def test_a_module_that_runs_within_a_backward_pass_is_no_other_thread():
     model.norm.weight.register_hook(hook)
     loss.backward()
     assert len(seen) == 1
+
+
+def test_a_pass_that_the_engine_drops_late_is_waited_for():
+    """What a device's thread holds of a pass may outlive `backward()`, and above all one that failed."""
+    model = host(build()).eval()
+    pager = page(model, "cpu", 2)
+    x = batch("cpu")
+    expected = model(x)
+    late, ended = _Backward(), _Backward()
+    late.thread = ended.thread = -1
+    pager.turns._backwards.update({-2: late, -3: ended})
+    ended()
+    holder = [late]
+    del late
+    dropping = threading.Timer(0.2, holder.clear)
+    dropping.start()
+    assert torch.equal(model(x), expected)
+    assert not holder
+    dropping.join()
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("fails", [False, True])
+def test_one_pass_after_another_is_never_refused(device, fails):
+    model = host(build())
+    page(model, device, 2)
+    x = batch(device)
+
+    def fail(grad):
+        raise ValueError("on purpose")
+
+    for _ in range(100):
+        if fails:
+            hidden = model.embed(x)
+            hidden.register_hook(fail)
+            for layer in model.layers:
+                hidden = layer(hidden)
+            with pytest.raises(ValueError, match="on purpose"):
+                hidden.sum().backward()
+        else:
+            model.loss(x).backward()
+        with torch.no_grad():
+            model(x)

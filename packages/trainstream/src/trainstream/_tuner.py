@@ -42,6 +42,7 @@ __all__ = ["Tuner", "settle"]
 
 _MEASURED = 2  # steps before anything returns
 _ROUNDS = 4  # times that groups may return
+_PIECES = 22 << 20  # PyTorch reserves memory for small and for larger tensors in pieces of 2 and 20 MiB
 _LINK_BOUND = 0.7  # share of a step that the link is busy, from which a step waits for it
 
 
@@ -150,9 +151,12 @@ class Tuner:
     def _peak(self) -> int:
         if self._cpu:
             return self._sampler.reset() if self._sampler is not None else host_used()
-        peak = torch.cuda.max_memory_allocated(self._tiers.device)
-        torch.cuda.reset_peak_memory_stats(self._tiers.device)
-        return int(peak)
+        device = self._tiers.device
+        reserved, counted = torch.cuda.max_memory_reserved(device), torch.cuda.memory_stats(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        # What is free between tensors in use cannot be given back, and counts for the limit of the process.
+        between = counted["inactive_split_bytes.all.peak"] + _PIECES
+        return int(min(reserved, counted["allocated_bytes.all.peak"] + between))
 
     def after_step(self, session: Session) -> None:
         """Take the measure of a step; bring groups back once enough is known."""

@@ -77,11 +77,12 @@ class _Part:
     One that waits on the device has no buffer yet, but the gradient and the stream that it was made on.
     """
 
-    __slots__ = ("from_device", "held", "host", "squares", "stream", "ticket")
+    __slots__ = ("from_device", "held", "host", "squares", "stream", "thread", "ticket")
 
     def __init__(self, host: Tensor | None, ticket: CopyTicket | DiskTicket | None) -> None:
         self.host, self.ticket = host, ticket
         self.from_device = False
+        self.thread = threading.get_ident()
         self.held: Tensor | None = None
         self.stream: Any = None
         self.squares: _Squares | None = None
@@ -141,8 +142,8 @@ class GradientSink:
     def divert(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Take what reached a Parameter directly, by a penalty computed on it; arguments are those of `add`.
 
-        Where the block computes on the CPU too, it is summed as it arrives, as the engine sums for an
-        ordinary leaf. Beside a GPU the engine's threads race, and it is always the first.
+        Where one thread computes both, it is summed as it arrives, as the engine sums for an ordinary leaf.
+        Beside a GPU the engine's threads race, and it is always the first.
         """
         self._take([(parameter, grad)], first=True)
 
@@ -223,7 +224,7 @@ class GradientSink:
                 part.ticket = place[0].write_async(flat, source)
             else:
                 batch.append((part, flat, source))
-        raced = first and any(other.from_device for other in parts)
+        raced = first and any(other.from_device and other.thread != part.thread for other in parts)
         parts.insert(0 if raced else len(parts), part)
         return part, source if alone and self._measures(parameter, host) else None
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -23,17 +24,23 @@ if TYPE_CHECKING:
 
 __all__ = ["Turns"]
 
+_LINGERS = 2.0  # seconds a thread of the engine may take to let go of a pass that has failed
+
 
 class _Backward:
-    """A backward pass through paged modules; the engine alone holds it, until the pass ends or fails."""
+    """A backward pass through paged modules; the engine alone holds it, and calls it when the pass ends.
 
-    __slots__ = ("__weakref__", "thread")
+    A pass that fails is not called, but dropped: by a device's thread, perhaps after the caller went on.
+    """
+
+    __slots__ = ("__weakref__", "ended", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
+        self.ended = False
 
     def __call__(self) -> None:
-        """Called by the engine at the end of the pass: nothing is left to do."""
+        self.ended = True
 
 
 class Turns:
@@ -62,14 +69,18 @@ class Turns:
         me = threading.get_ident()
         # A hook, or a checkpoint's second run, computes within a backward pass, on whatever thread that runs.
         nested = torch._C._current_graph_task_id() != -1
-        with self._lock:
-            others = not nested and (
-                any(thread != me for thread in self._inside)
-                or any(backward.thread != me for backward in list(self._backwards.values()))
-            )
-            if others:
+        until = 0.0
+        while True:
+            with self._lock:
+                inside = not nested and any(thread != me for thread in self._inside)
+                passing = not nested and self._passing(me)
+                if not inside and not passing:
+                    self._inside[me] = self._inside.get(me, 0) + 1
+                    break
+            if inside or (until and time.monotonic() > until):
                 raise _two_threads(block)
-            self._inside[me] = self._inside.get(me, 0) + 1
+            until = until or time.monotonic() + _LINGERS
+            time.sleep(0.001)
         try:
             yield
             slot = block.slot
@@ -84,7 +95,11 @@ class Turns:
     def _mine(self, me: int) -> bool:
         """Whether nobody but the calling thread can have taken a slot."""
         with self._lock:
-            return len(self._inside) == 1 and all(b.thread == me for b in list(self._backwards.values()))
+            return len(self._inside) == 1 and not self._passing(me)
+
+    def _passing(self, me: int) -> bool:
+        """Whether a backward pass is under way on another thread."""
+        return any(not b.ended and b.thread != me for b in list(self._backwards.values()))
 
 
 def _two_threads(block: PagedBlock) -> StateError:

@@ -174,7 +174,15 @@ def rivals(text: str) -> list[str]:
 
 
 def install(bundle: Path, site: Path) -> None:
-    """Install all wheels of the bundle into `site`, asking no index and no installed package."""
+    """Install all wheels of the bundle into `site`, asking no index and no installed package.
+
+    What an earlier call installed from the same files stays.
+    """
+    files = [*sorted((bundle / "wheels").iterdir()), bundle / "manifest.json"]
+    bundled = "".join(f"{file.name} {file.stat().st_size} {file.stat().st_mtime_ns}\n" for file in files)
+    note = site / "installed.txt"
+    if note.is_file() and note.read_text() == bundled:
+        return
     shutil.rmtree(site, ignore_errors=True)
     command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
     command += ["--no-cache-dir", "--target", str(site)]
@@ -187,6 +195,7 @@ def install(bundle: Path, site: Path) -> None:
         done = subprocess.run([*command, "--no-build-isolation", str(source)], env=env, check=False)
         if done.returncode:
             print(f"warning: {source.name} did not install", file=sys.stderr)
+    note.write_text(bundled)
 
 
 def missing(site: Path) -> list[str]:

@@ -17,7 +17,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from compare import emit, run_one
+from compare import emit, run_all
 from engines import SHAPES
 
 ENGINES = "trainstream,trainstream-offload,trainstream-recompute,stock,stock-ckpt,stock-save-on-cpu"
@@ -63,30 +63,25 @@ def main() -> int:
         args.shape, args.tokens, args.steps = "tiny", "32", 1
         args.engines = "trainstream-offload,stock-save-on-cpu"
     failed = False
-    for tokens in map(int, args.tokens.split(",")):
-        words = ["--scenario", "tiny", "--shape", args.shape, "--tokens", str(tokens)]
-        words += ["--steps", str(args.steps), "--ram-gb", str(args.ram_gb)]
-        words += ["--profile", str(args.profile)] if args.profile else []
-        words += ["--wrap", *args.wrap] if args.wrap else []
-        setting = {"bench": "activation_offload", "shape": args.shape, "tokens": tokens}
-        found = {}
-        for engine in args.engines.split(","):
-            found[engine] = line = run_one(words, engine, args.timeout)
-            emit(args.out, {**setting, **{key: v for key, v in line.items() if key != "scenario"}})
+    first, *others = args.tokens.split(",")
+    words = ["--scenario", "tiny", "--shape", args.shape, "--tokens", first, "--steps", str(args.steps)]
+    words += ["--also-tokens", *others] if others else []
+    words += ["--ram-gb", str(args.ram_gb)]
+    words += ["--profile", str(args.profile)] if args.profile else []
+    words += ["--wrap", *args.wrap] if args.wrap else []
+    runs = {engine: run_all(words, engine, args.timeout) for engine in args.engines.split(",")}
+    for at, tokens in enumerate((first, *others)):
+        setting = {"bench": "activation_offload", "shape": args.shape, "tokens": int(tokens)}
+        # A process that ends early ends with the line that says why.
+        found = {engine: lines[min(at, len(lines) - 1)] for engine, lines in runs.items()}
+        for line in found.values():
+            emit(
+                args.out,
+                {**setting, **{key: v for key, v in line.items() if key not in ("scenario", "tokens")}},
+            )
         failed |= all("error" in line for line in found.values())
-        first = next((line["step_s"] for line in found.values() if "error" not in line), None)
-        table = {
-            engine: {
-                **{key: line[key] for key in (*KEPT, *MOVED) if key in line},
-                **({"step_frac": round(line["step_s"] / first, 3)} if "error" not in line and first else {}),
-                **(
-                    {"copy_under_compute": line["timeline"]["copy_under_compute"]}
-                    if "timeline" in line
-                    else {}
-                ),
-            }
-            for engine, line in found.items()
-        }
+        least = next((line["step_s"] for line in found.values() if "error" not in line), None)
+        table = {engine: row(line, least) for engine, line in found.items()}
         emit(args.out, {**setting, "what": "activations", "engines": table})
     return int(failed)
 

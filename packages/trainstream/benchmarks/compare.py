@@ -204,8 +204,8 @@ class Loop:
         return False
 
 
-def worker(args: argparse.Namespace) -> dict:
-    """Train one engine in this process and return its line."""
+def worker(args: argparse.Namespace) -> list[dict]:
+    """Train one engine in this process and return its line, and one for each further number of tokens."""
     import torch
 
     from ts_core.usage import PeakSampler, host_usage
@@ -230,6 +230,27 @@ def worker(args: argparse.Namespace) -> dict:
         torch.cuda.empty_cache()
         cap = cap_memory(args, setting)
         torch.cuda.reset_peak_memory_stats()
+    first = timed(args, setting, engine, cap, link, ram)
+    first["load_s"] = round(load_s, 2)
+    lines = [first]
+    for tokens in args.also_tokens:
+        args.tokens = tokens
+        if cuda:
+            torch.cuda.reset_peak_memory_stats()
+        lines.append(timed(args, setting, engine, cap, link, ram))
+    return lines
+
+
+def timed(
+    args: argparse.Namespace,
+    setting: engines.Setting,
+    engine: engines.Engine,
+    cap: float,
+    link: float,
+    ram: Any,
+) -> dict:
+    """Let the engine settle, time its steps, and return the line."""
+    cuda = setting.device == "cuda"
     loop, sampler = Loop(engine, args, setting.device), measure.Sampler()
     sampler.start()
     settled = loop.settle(args)
@@ -254,7 +275,6 @@ def worker(args: argparse.Namespace) -> dict:
         "settled": settled,
         **time_fields(loop, first),
         "cpu_cores": round(cores, 2),
-        "load_s": round(load_s, 2),
         **memory_fields(engine, cuda),
         "ram_peak_gb": round(ram.used_bytes / 1e9, 3),
         **moved,
@@ -394,6 +414,8 @@ def profile(args: argparse.Namespace, loop: Loop) -> dict:
         path = args.out_trace
         if len(args.engines.split(",")) > 1:
             path = path.with_name(f"{path.name.split('.')[0]}-{args.worker}{''.join(path.suffixes)}")
+        if args.also_tokens:
+            path = path.with_name(f"{path.name.split('.')[0]}-{loop.tokens}{''.join(path.suffixes)}")
         text = json.dumps(trace)
         if path.suffix == ".gz":
             path.write_bytes(gzip.compress(text.encode(), 6))
@@ -451,7 +473,15 @@ def equality(results: list[dict]) -> dict:
 
 
 def run_one(words: list[str], engine: str, timeout: float, *, equal: bool = False) -> dict:
-    """Run one engine in a fresh process; its line, or one that says what went wrong.
+    """Run one engine in a fresh process; its first line, or one that says what went wrong.
+
+    Arguments are those of `run_all`.
+    """
+    return run_all(words, engine, timeout, equal=equal)[0]
+
+
+def run_all(words: list[str], engine: str, timeout: float, *, equal: bool = False) -> list[dict]:
+    """Run one engine in a fresh process; its lines, and one that says what went wrong, if anything did.
 
     Args:
         words: The command line, which the process reads again.
@@ -465,14 +495,22 @@ def run_one(words: list[str], engine: str, timeout: float, *, equal: bool = Fals
         env["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, env=env)
-    except subprocess.TimeoutExpired:
-        return {"engine": engine, "error": f"no result within {timeout} s"}
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
+    except subprocess.TimeoutExpired as expired:
+        said = expired.stdout or b""
+        lines = results_of(said.decode() if isinstance(said, bytes) else said)
+        return [*lines, {"engine": engine, "error": f"no result within {timeout} s"}]
+    lines = results_of(done.stdout)
+    if lines and not done.returncode:
+        return lines
     said = [line for line in done.stderr.splitlines() if line.strip()]
     why = next((line for line in reversed(said) if "Error" in line), (said or ["no output"])[-1])
-    return {"engine": engine, "error": why.strip()[:500], "status": done.returncode}
+    return [*lines, {"engine": engine, "error": why.strip()[:500], "status": done.returncode}]
+
+
+def results_of(printed: str) -> list[dict]:
+    """The lines that a worker printed."""
+    head = "RESULT "
+    return [json.loads(line.removeprefix(head)) for line in printed.splitlines() if line.startswith(head)]
 
 
 def with_bound(result: dict, found: dict) -> dict:
@@ -513,6 +551,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument("--steps", type=int, default=10, help=f"timed steps, after {WARMUP} and more to settle")
     made.add_argument("--shape", choices=list(engines.SHAPES), help="of the model (default: the scenario's)")
     made.add_argument("--tokens", type=int, help="tokens of a row (default: the scenario's)")
+    made.add_argument(
+        "--also-tokens", type=int, nargs="*", default=[], help="then these, in the same process"
+    )
     made.add_argument("--batch", type=int, help="rows of a step (default: the scenario's)")
     made.add_argument("--repeat", type=int, default=1, help="runs of each engine, taken in turn")
     made.add_argument("--timeout", type=int, default=300, help="seconds for one run")
@@ -545,8 +586,8 @@ def main() -> int:
         args.engines = "trainstream,trainstream-stream"
     if args.worker:
         engine = args.worker.removeprefix(PARTS)
-        line = worker(args) if engine == args.worker else parts(args, engine)
-        print("\nRESULT " + json.dumps(line), flush=True)
+        for line in worker(args) if engine == args.worker else [parts(args, engine)]:
+            print("\nRESULT " + json.dumps(line), flush=True)
         return 0
     names = args.engines.split(",")
     if unknown := sorted(set(names) - set(engines.ENGINES)):
@@ -555,14 +596,15 @@ def main() -> int:
     results = []
     measured: dict[bool, dict] = {}
     for engine in names * args.repeat:
-        result = run_one(words, engine, args.timeout, equal=args.equality)
+        result, *more = run_all(words, engine, args.timeout, equal=args.equality)
         if bounded and engines.is_ours(engine):
             low = engine.endswith("-bf16")
             if low not in measured:
                 measured[low] = run_one(words, PARTS + engine, args.timeout)
             result = with_bound(result, measured[low])
-        results.append({"scenario": args.scenario, **result})
-        emit(args.out, results[-1])
+        for line in (result, *more):
+            results.append({"scenario": args.scenario, **line})
+            emit(args.out, results[-1])
     failed = any("error" in result for result in results)
     if args.equality:
         verdict = equality(results)

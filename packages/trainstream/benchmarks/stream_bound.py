@@ -3,9 +3,9 @@
     python stream_bound.py --shapes 7b,14b --codecs none,nf4 --tokens 512,4096 --steps 10 --out stream.jsonl
     python stream_bound.py --shapes 7b --codecs none --tokens 512 --vram-budget 12GiB --profile 2
 
-For each shape, codec and number of tokens, `compare.py` runs the engine resident and streamed, each in a
-fresh process with the same kernels and activations kept; both lines are printed, then one with
-`"what": "bound"`:
+For each shape and codec, `compare.py` runs the engine resident and streamed, each in a fresh process with the
+same kernels and activations kept, and in it one number of tokens after the other; for each of them both lines
+are printed, then one with `"what": "bound"`:
 
 - `bound_s` = max(resident step, least bytes / link), `bound_frac` = streamed step / bound. The link is what a
   plain page-locked copy reaches in the streamed process.
@@ -27,7 +27,7 @@ import itertools
 import sys
 from pathlib import Path
 
-from compare import emit, run_one
+from compare import emit, run_all
 from engines import SHAPES
 
 
@@ -107,11 +107,12 @@ def main() -> int:
     if args.smoke:
         args.shapes, args.codecs, args.tokens, args.steps, args.profile = "tiny", "nf4", "32", 1, 1
     failed = False
-    lists = (text.split(",") for text in (args.shapes, args.codecs, args.tokens))
-    for shape, codec, tokens in itertools.product(*lists):
+    first, *others = args.tokens.split(",")
+    for shape, codec in itertools.product(args.shapes.split(","), args.codecs.split(",")):
         tail = "" if codec == "none" else f"-{codec}"
         streamed = "trainstream-stream" + ("" if args.vram_budget else "-keep") + tail
-        words = ["--scenario", "tiny", "--shape", shape, "--tokens", tokens, "--steps", str(args.steps)]
+        words = ["--scenario", "tiny", "--shape", shape, "--tokens", first, "--steps", str(args.steps)]
+        words += ["--also-tokens", *others] if others else []
         if options := [*args.wrap, *(["recompute=True"] if args.recompute else [])]:
             words += ["--wrap", *options]
         more = ["--vram-budget", args.vram_budget] if args.vram_budget else []
@@ -119,16 +120,19 @@ def main() -> int:
             more += ["--profile", str(args.profile), "--engines", streamed]
             if args.out_trace:
                 args.out_trace.mkdir(parents=True, exist_ok=True)
-                name = f"{shape}{tail}-{tokens}.json.gz"
-                more += ["--out-trace", str(args.out_trace / name)]
-        lines = []
-        for engine, extra in ((f"trainstream{tail}", []), (streamed, more)):
-            lines.append(run_one([*words, *extra], engine, args.timeout))
+                more += ["--out-trace", str(args.out_trace / f"{shape}{tail}.json.gz")]
+        runs = [
+            run_all([*words, *extra], engine, args.timeout)
+            for engine, extra in ((f"trainstream{tail}", []), (streamed, more))
+        ]
+        for tokens, *lines in zip([first, *others], *runs, strict=False):
             setting = {"bench": "stream_bound", "shape": shape, "codec": codec, "tokens": int(tokens)}
-            emit(args.out, {**setting, **{k: v for k, v in lines[-1].items() if k != "scenario"}})
-        found = bound_of(shape, *lines, cap_of(args.vram_budget))
-        failed |= "errors" in found
-        emit(args.out, {**setting, "what": "bound", "vram_budget": args.vram_budget, **found})
+            for line in lines:
+                emit(args.out, {**setting, **{k: v for k, v in line.items() if k != "scenario"}})
+            found = bound_of(shape, *lines, cap_of(args.vram_budget))
+            failed |= "errors" in found
+            emit(args.out, {**setting, "what": "bound", "vram_budget": args.vram_budget, **found})
+        failed |= any(len(run) <= len(others) for run in runs)
     return int(failed)
 
 

@@ -2,13 +2,13 @@
 #include <type_traits>
 
 #include "blocks.cuh"
+#include "eight_bit.cuh"
 #include "encode.cuh"
 #include "kernels.h"
+#include "nested.h"
 
 namespace ts::quant {
 namespace {
-
-__device__ __forceinline__ float int8_scale(float absmax) { return __fdiv_rn(absmax, 127.0f); }
 
 struct Int8 {
   using Code = int8_t;
@@ -27,56 +27,42 @@ struct Int8 {
   }
 };
 
-__device__ __forceinline__ float value_of(uint32_t word, int byte) {
-  return static_cast<float>(static_cast<int8_t>(word >> (8 * byte)));
+// Codes for scales that are there already: eight elements a thread. The smallest scale of a group
+// may be much larger than the block needs; rounding to the nearest could then enlarge its values,
+// so it is toward zero.
+__device__ __forceinline__ unsigned code_for(float x, uint8_t scale_code, float scale) {
+  if (scale_code != 1) return Int8::code(x, Int8::Scale{scale});
+  if (scale == 0.0f) return 0;
+  return static_cast<unsigned>(max(-127, min(127, __float2int_rz(__fdiv_rn(x, scale)))));
 }
 
-// One 16-byte word of outputs a step; block_size is a multiple of the word's elements.
 template <typename T>
-__global__ void decode_kernel(const int8_t* __restrict__ codes, const float* __restrict__ absmax,
-                              T* __restrict__ out, int64_t words, BlockOf block_of_word) {
-  constexpr int kElements = Word<T>::kElements;
-  using Packed = std::conditional_t<kElements == 8, uint2, uint1>;
-  const int64_t start = int64_t{blockIdx.x} * (kThreads * kUnroll) + threadIdx.x;
-  Packed packed[kUnroll];
-  float scale[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t word = start + u * kThreads;
-    if (word < words) {
-      packed[u] = reinterpret_cast<const Packed*>(codes)[word];
-      scale[u] = __ldg(absmax + block_of_word(word));
-    }
-  }
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t word = start + u * kThreads;
-    if (word < words) {
-      const float factor = int8_scale(scale[u]);
-      float v[kElements];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        v[i] = __fmul_rn(value_of(packed[u].x, i), factor);
-        if constexpr (kElements == 8) v[4 + i] = __fmul_rn(value_of(packed[u].y, i), factor);
-      }
-      reinterpret_cast<uint4*>(out)[word] = Word<T>::make(v);
-    }
-  }
-}
-
-// Any block size and alignment, from element `begin` (even) on: two elements a thread.
-template <typename T>
-__global__ void decode_pairs_kernel(const int8_t* __restrict__ codes,
-                                    const float* __restrict__ absmax, T* __restrict__ out,
-                                    int64_t begin, int64_t n, BlockOf block_of_pair) {
-  const int64_t pairs = (n + 1) / 2;
+__global__ void encode_log_kernel(const T* __restrict__ x, LogScales scales,
+                                  int8_t* __restrict__ codes, int64_t groups,
+                                  BlockOf block_of_group) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t p = begin / 2 + int64_t{blockIdx.x} * blockDim.x + threadIdx.x; p < pairs;
-       p += step) {
-    const float factor = int8_scale(absmax[block_of_pair(p)]);
-    out[2 * p] = narrow<T>(__fmul_rn(static_cast<float>(codes[2 * p]), factor));
-    if (2 * p + 1 < n)
-      out[2 * p + 1] = narrow<T>(__fmul_rn(static_cast<float>(codes[2 * p + 1]), factor));
+  for (int64_t g = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; g < groups; g += step) {
+    const CodedScale raw = scales.load(block_of_group(g));
+    const float scale = int8_scale(__fmul_rn(LogScales::ratio(raw.code), raw.group));
+    float v[8];
+    load8(x + g * 8, v);
+    unsigned c[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) c[i] = code_for(v[i], raw.code, scale);
+    store8<Int8>(codes, g * 8, c, 8);
+  }
+}
+
+// Any block size and alignment, from element `begin` on: one element a thread.
+template <typename T>
+__global__ void encode_log_each_kernel(const T* __restrict__ x, LogScales scales,
+                                       int8_t* __restrict__ codes, int64_t begin, int64_t n,
+                                       BlockOf block_of_element) {
+  const int64_t step = int64_t{gridDim.x} * blockDim.x;
+  for (int64_t i = begin + int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += step) {
+    const CodedScale raw = scales.load(block_of_element(i));
+    const float scale = int8_scale(__fmul_rn(LogScales::ratio(raw.code), raw.group));
+    codes[i] = static_cast<int8_t>(code_for(widen(x[i]), raw.code, scale));
   }
 }
 
@@ -88,28 +74,39 @@ void launch_quantize_int8(const void* x, DType dtype, int8_t* codes, float* absm
                       "quantize_int8");
 }
 
-void launch_dequantize_int8(const int8_t* codes, const float* absmax, void* data, DType dtype,
-                            int64_t n, int64_t block_size, void* stream_pointer) {
+void launch_dequantize_int8(const int8_t* codes, const float* absmax, void* out, DType dtype,
+                            int64_t n, int64_t block_size, void* stream) {
+  launch_decode_eight_bit<TimesScale>(codes, PlainScales{absmax}, out, dtype, n, block_size, stream,
+                                      "dequantize_int8");
+}
+
+void launch_encode_int8_dq(const void* data, DType dtype, LogScaleData scales, int8_t* codes,
+                           int64_t n, int64_t block_size, void* stream_pointer) {
   if (n == 0) return;
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    constexpr int kElements = Word<T>::kElements;
-    T* out = static_cast<T*>(data);
-    const bool wide = block_size % kElements == 0 && aligned(out, 16) && aligned(codes, kElements);
-    const int64_t words = wide ? n / kElements : 0;
-    if (words > 0) {
-      decode_kernel<<<grid_for(words, kThreads * kUnroll), kThreads, 0, stream>>>(
-          codes, absmax, out, words, block_of(block_size / kElements));
-      cuda_check_launch("dequantize_int8");
+    const T* x = static_cast<const T*>(data);
+    const bool wide = block_size % 8 == 0 && aligned(x, 16) && aligned(codes, 8);
+    const int64_t groups = wide ? n / 8 : 0;
+    if (groups > 0) {
+      encode_log_kernel<<<grid_for(groups, kThreads), kThreads, 0, stream>>>(
+          x, LogScales{scales}, codes, groups, block_of(block_size / 8));
+      cuda_check_launch("encode_int8_dq");
     }
-    const int64_t rest = n - words * kElements;
+    const int64_t rest = n - groups * 8;
     if (rest > 0) {
-      decode_pairs_kernel<<<grid_for((rest + 1) / 2, kThreads), kThreads, 0, stream>>>(
-          codes, absmax, out, words * kElements, n, block_of(block_size / 2));
-      cuda_check_launch("dequantize_int8");
+      encode_log_each_kernel<<<grid_for(rest, kThreads), kThreads, 0, stream>>>(
+          x, LogScales{scales}, codes, groups * 8, n, block_of(block_size));
+      cuda_check_launch("encode_int8_dq");
     }
   });
+}
+
+void launch_dequantize_int8_dq(const int8_t* codes, LogScaleData scales, void* out, DType dtype,
+                               int64_t n, int64_t block_size, void* stream) {
+  launch_decode_eight_bit<TimesScale>(codes, LogScales{scales}, out, dtype, n, block_size, stream,
+                                      "dequantize_int8_dq");
 }
 
 }  // namespace ts::quant

@@ -1,9 +1,9 @@
 // NF4 on the GPU, bit for bit the results of csrc/cpu/nf4.cpp.
-#include <type_traits>
-
 #include "blocks.cuh"
 #include "encode.cuh"
+#include "four_bit.cuh"
 #include "kernels.h"
+#include "nested.h"
 #include "nf4.h"
 
 namespace ts::quant {
@@ -43,64 +43,9 @@ struct Nf4 {
   }
 };
 
-// The 16 levels lie in 16 different banks, so 32 lanes read any of them without a conflict.
-__device__ __forceinline__ void fill_levels(float* levels) {
-  if (threadIdx.x < 16) levels[threadIdx.x] = kTables.levels[threadIdx.x];
-  __syncthreads();
-}
-
-// One 16-byte word of outputs a step; block_size is a multiple of the word's elements.
-template <typename T>
-__global__ void decode_kernel(const uint8_t* __restrict__ codes, const float* __restrict__ absmax,
-                              T* __restrict__ out, int64_t words, BlockOf block_of_word) {
-  constexpr int kElements = Word<T>::kElements;
-  using Packed = std::conditional_t<kElements == 8, uint32_t, uint16_t>;
-  __shared__ float levels[16];
-  const int64_t start = int64_t{blockIdx.x} * (kThreads * kUnroll) + threadIdx.x;
-  Packed packed[kUnroll];
-  float scale[kUnroll];
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t word = start + u * kThreads;
-    if (word < words) {
-      packed[u] = __ldg(reinterpret_cast<const Packed*>(codes) + word);
-      scale[u] = __ldg(absmax + block_of_word(word));
-    }
-  }
-  fill_levels(levels);  // while the loads are on their way
-#pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t word = start + u * kThreads;
-    if (word < words) {
-      float v[kElements];
-#pragma unroll
-      for (int i = 0; i < kElements; ++i) {
-        // Byte i / 2 holds elements i (high nibble) and i + 1 (low nibble).
-        const unsigned nibble = (packed[u] >> (8 * (i / 2) + (i & 1 ? 0 : 4))) & 15u;
-        v[i] = __fmul_rn(levels[nibble], scale[u]);
-      }
-      reinterpret_cast<uint4*>(out)[word] = Word<T>::make(v);
-    }
-  }
-}
-
-// Any block size and alignment, from element `begin` (even) on: one byte, two elements a thread.
-template <typename T>
-__global__ void decode_bytes_kernel(const uint8_t* __restrict__ codes,
-                                    const float* __restrict__ absmax, T* __restrict__ out,
-                                    int64_t begin, int64_t n, BlockOf block_of_byte) {
-  __shared__ float levels[16];
-  fill_levels(levels);
-  const int64_t bytes = (n + 1) / 2;
-  const int64_t step = int64_t{gridDim.x} * blockDim.x;
-  for (int64_t b = begin / 2 + int64_t{blockIdx.x} * blockDim.x + threadIdx.x; b < bytes;
-       b += step) {
-    const unsigned packed = codes[b];
-    const float scale = absmax[block_of_byte(b)];
-    out[2 * b] = narrow<T>(__fmul_rn(levels[packed >> 4], scale));
-    if (2 * b + 1 < n) out[2 * b + 1] = narrow<T>(__fmul_rn(levels[packed & 15u], scale));
-  }
-}
+struct Nf4Levels {
+  __device__ static __forceinline__ float level(int code) { return kTables.levels[code]; }
+};
 
 }  // namespace
 
@@ -110,29 +55,16 @@ void launch_quantize_nf4(const void* x, DType dtype, uint8_t* codes, float* absm
                      "quantize_nf4");
 }
 
-void launch_dequantize_nf4(const uint8_t* codes, const float* absmax, void* data, DType dtype,
-                           int64_t n, int64_t block_size, void* stream_pointer) {
-  if (n == 0) return;
-  const auto stream = static_cast<cudaStream_t>(stream_pointer);
-  with_type(dtype, [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    constexpr int kElements = Word<T>::kElements;
-    T* out = static_cast<T*>(data);
-    const bool wide =
-        block_size % kElements == 0 && aligned(out, 16) && aligned(codes, kElements / 2);
-    const int64_t words = wide ? n / kElements : 0;
-    if (words > 0) {
-      decode_kernel<<<grid_for(words, kThreads * kUnroll), kThreads, 0, stream>>>(
-          codes, absmax, out, words, block_of(block_size / kElements));
-      cuda_check_launch("dequantize_nf4");
-    }
-    const int64_t rest = n - words * kElements;
-    if (rest > 0) {
-      decode_bytes_kernel<<<grid_for((rest + 1) / 2, kThreads), kThreads, 0, stream>>>(
-          codes, absmax, out, words * kElements, n, block_of(block_size / 2));
-      cuda_check_launch("dequantize_nf4");
-    }
-  });
+void launch_dequantize_nf4(const uint8_t* codes, const float* absmax, void* out, DType dtype,
+                           int64_t n, int64_t block_size, void* stream) {
+  launch_decode_four_bit<Nf4Levels>(codes, PlainScales{absmax}, out, dtype, n, block_size, stream,
+                                    "dequantize_nf4");
+}
+
+void launch_dequantize_nf4_dq(const uint8_t* codes, MapScaleData scales, void* out, DType dtype,
+                              int64_t n, int64_t block_size, void* stream) {
+  launch_decode_four_bit<Nf4Levels>(codes, MapScales{scales}, out, dtype, n, block_size, stream,
+                                    "dequantize_nf4_dq");
 }
 
 }  // namespace ts::quant

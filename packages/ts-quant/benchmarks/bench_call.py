@@ -17,7 +17,7 @@ import torch
 import torch.nn.functional as F
 
 from ts_quant import _C, dequantize, quantize
-from ts_quant._ops import NF4
+from ts_quant.codecs.nf4 import NF4
 
 
 def best_us(call: Callable, calls: int, rounds: int) -> float:

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from ts_core.testing import assert_bit_equal, assert_near, devices, float_tensors, make_tensor, shapes
 from ts_quant import _C, reference
-from ts_quant._ops import INT8, NF4
+from ts_quant.codecs.int8 import INT8
+from ts_quant.codecs.nf4 import NF4
 from ts_quant.reference import NF4_LEVELS, NF4_THRESHOLDS
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

@@ -1,5 +1,8 @@
 """The contract of the operations: schema, fake kernels, refusals, in eager mode and traced."""
 
+import importlib
+from pathlib import Path
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,28 +12,20 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from ts_core.errors import ArgumentError, ArgumentTypeError
 from ts_core.testing import devices, opcheck_all
 from ts_quant import _C
-from ts_quant._ops import INT8, NF4, check_block_size
+from ts_quant._ops import check_block_size
+from ts_quant.codecs.int8 import INT8
+from ts_quant.codecs.nf4 import NF4
 
 FORMATS = {"nf4": NF4, "int8": INT8}
 
 
 @pytest.mark.parametrize("device", devices())
 def test_opcheck(device):
+    """Each codec's samples are in a file of their own, op_samples_<codec>.py."""
     samples = {}
-    for name, layout in FORMATS.items():
-        encode, decode, decode_out = [], [], []
-        for shape, block_size in (((3, 50), 64), ((8, 64), 64), ((7,), 2), ((0,), 64)):
-            x = torch.randn(shape, device=device)
-            codes, absmax = layout.quantize(x, block_size)
-            encode.append((x, block_size))
-            decode.append((codes, absmax, list(shape), torch.bfloat16, block_size))
-            decode_out.append((codes, absmax, torch.empty(shape, device=device), block_size))
-        samples |= {
-            f"quantize_{name}": encode,
-            f"dequantize_{name}": decode,
-            f"dequantize_{name}_out": decode_out,
-        }
-    assert opcheck_all("ts_quant", samples) == 24
+    for path in sorted(Path(__file__).parent.glob("op_samples_*.py")):
+        samples |= importlib.import_module(path.stem).samples(device)
+    assert opcheck_all("ts_quant", samples) == sum(map(len, samples.values()))
 
 
 def bad_calls(layout):

@@ -55,8 +55,9 @@ def test_a_missing_native_module_says_how_to_install():
 def test_codecs_know_their_sizes(codec, numel, half):
     packed = codec.encode(make_tensor((numel,)), 2 * half)
     assert codec.packed_bytes(numel, 2 * half) == sum(t.numel() * t.itemsize for t in packed.values())
-    for name, (dtype, count) in codec.layout(numel, 2 * half).items():
-        assert (packed[name].dtype, tuple(packed[name].shape)) == (dtype, (count,))
+    assert codec.packed_bytes((numel,), 2 * half) == codec.packed_bytes(numel, codec.meta(2 * half))
+    for name, (dtype, shape) in codec.parts((numel,), 2 * half).items():
+        assert (packed[name].dtype, tuple(packed[name].shape)) == (dtype, shape)
 
 
 def test_codecs_are_registered():
@@ -80,10 +81,11 @@ def test_narrow(start, length, half):
 
 
 @pytest.mark.parametrize(
-    "name", sorted(m.name for m in pkgutil.iter_modules(ts_quant.__path__) if m.name != "_C")
+    "name",
+    sorted(m.name for m in pkgutil.walk_packages(ts_quant.__path__, "ts_quant.") if m.name != "ts_quant._C"),
 )
 def test_documentation_examples(name):
-    result = doctest.testmod(importlib.import_module(f"ts_quant.{name}"))
+    result = doctest.testmod(importlib.import_module(name))
     assert result.failed == 0
 
 

@@ -148,8 +148,7 @@ class Tiers:
     def _store(self, tensor: Tensor, disk: bool, trained: bool = False) -> Tensor:
         if isinstance(tensor, QuantizedTensor):
             packed = {key: self._store(part, disk) for key, part in tensor.packed.items()}
-            shape = tuple(tensor.shape)
-            made = QuantizedTensor(packed, tensor.codec, shape, tensor.dtype, tensor.block_size)
+            made = tensor.with_packed(packed)
             if tensor.error_factors is None:
                 return made
             # Nothing computes with the fit: it needs no page-locked memory.

@@ -21,7 +21,16 @@ from ts_quant.error_fit import quantize_with_error
 from ts_quant.model import quantizable_weights
 from ts_quant.precision import NEXT_CODEC
 
-__all__ = ["Staged", "bring_back", "commit", "frozen_weights", "stage"]
+__all__ = [
+    "Followers",
+    "Staged",
+    "bring_back",
+    "commit",
+    "frozen_weights",
+    "gradient_in",
+    "parts_of",
+    "stage",
+]
 
 
 def frozen_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> list[nn.Parameter]:
@@ -88,7 +97,7 @@ def stage(
         value = tensor.detach()
         here = id(tensor) in paged
         if id(tensor) in quantized or not here:
-            staged.left += _parts(value)
+            staged.left += parts_of(value)
         if id(tensor) in quantized:
             chosen = NEXT_CODEC[codec] if id(tensor) in precise else codec
             made = quantize_with_error(value.to(device), chosen, *fit, block_size=block_size)
@@ -150,7 +159,22 @@ def _gradient(parameter: Tensor, value: Tensor, *, copy: bool) -> Tensor | None:
     return None if grad is None else grad.to(value.device, copy=copy)
 
 
-def _parts(value: Tensor) -> list[Tensor]:
+def gradient_in(parameter: Tensor, value: Tensor, tiers: Tiers) -> Tensor | None:
+    """Return the gradient of a Parameter that leaves for its tier, in that tier.
+
+    Args:
+        parameter: As it is before it leaves.
+        value: Its value in the tier.
+        tiers: Where memory for gradients is made.
+    """
+    grad = gradient_of(parameter)
+    if grad is None:
+        return _gradient(parameter, value, copy=False)
+    return tiers.like(grad, parameter).copy_(grad)
+
+
+def parts_of(value: Tensor) -> list[Tensor]:
+    """Return the plain tensors that hold a value."""
     if isinstance(value, ts_quant.QuantizedTensor):
         return [*value.packed.values(), *(value.error_factors or ())]
     return [value]
@@ -165,7 +189,7 @@ def _fit_in_ram(made: QuantizedTensor, source: QuantizedTensor, *, copy: bool = 
 
 def _mapped(value: Tensor) -> bool:
     """Whether a value is in files, wholly or in part: a model that was loaded into them."""
-    return any(part.device.type == "cpu" and locate(part) is not None for part in _parts(value))
+    return any(part.device.type == "cpu" and locate(part) is not None for part in parts_of(value))
 
 
 def _exchange(tensor: Tensor, value: Tensor, grad: Tensor | None) -> None:
@@ -218,7 +242,7 @@ def bring_back(
     for key, parameter in paged.items():
         value: Any = parameter.detach()
         left = gradient_of(parameter)
-        staged.left += _parts(value) + ([] if left is None else [left])
+        staged.left += parts_of(value) + ([] if left is None else [left])
         try:
             value = _copied(value, device)
             grad = _gradient(parameter, value, copy=True)
@@ -242,7 +266,6 @@ def _copied(value: Tensor, device: torch.device) -> Tensor:
     """Copy to `device` even if it is there: a mapped file must not stay behind."""
     if isinstance(value, ts_quant.QuantizedTensor):
         packed = {key: part.to(device, copy=True) for key, part in value.packed.items()}
-        shape = tuple(value.shape)
-        made = ts_quant.QuantizedTensor(packed, value.codec, shape, value.dtype, value.block_size)
+        made = value.with_packed(packed)
         return _fit_in_ram(made, value, copy=True)
     return value.to(device, copy=True)

@@ -41,21 +41,25 @@ class Codec(Protocol):
     def name(self) -> str:
         """The name users write: "nf4"."""
 
-    def encode(self, tensor: torch.Tensor, block_size: int) -> dict[str, torch.Tensor]:
-        """Encode a floating tensor of any shape; returns named packed tensors on the same device."""
+    def encode(self, tensor: torch.Tensor, meta: Any) -> dict[str, torch.Tensor]:
+        """Encode a floating tensor of any shape; returns named packed tensors on the same device.
+
+        `meta` is the codec's own small description of the packing (values per scale and the like), which the
+        packed tensor keeps and hands back to `decode`; an integer stands for a number of values per scale.
+        """
 
     def decode(
         self,
         packed: dict[str, torch.Tensor],
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        block_size: int,
+        meta: Any,
         out: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Decode to `shape` and `dtype` on the device of the packed tensors, into `out` if given."""
 
-    def packed_bytes(self, numel: int, block_size: int) -> int:
-        """Return the bytes that `numel` values take when encoded."""
+    def packed_bytes(self, shape: Any, meta: Any) -> int:
+        """Return the bytes that a tensor of a shape (or of a number of values) takes when encoded."""
 
 
 @runtime_checkable

@@ -120,8 +120,7 @@ class FileHome:
             if all(locate(part) is not None for part in (*tensor.packed.values(), *factors)):
                 return tensor
             packed = {key: self.files.place(part.contiguous()) for key, part in tensor.packed.items()}
-            shape = tuple(tensor.shape)
-            made = QuantizedTensor(packed, tensor.codec, shape, tensor.dtype, tensor.block_size)
+            made = tensor.with_packed(packed)
             return made.with_error(*map(self.files.place, factors)) if factors else made
         if not self.wants(name, tensor.shape, tensor.dtype) or locate(tensor) is not None:
             return tensor

@@ -452,13 +452,13 @@ def _decoding(
 ) -> Callable[[], None]:
     """Make what decodes packed parts into a slot once they are there."""
     codec = registry.codec(parameter.codec)
-    shape, block_size = tuple(parameter.shape), int(parameter.block_size)
+    shape, meta = tuple(parameter.shape), parameter.meta
 
     def decode() -> None:
         for _, arrive in parts.values():
             if arrive is not None:
                 arrive()
         packed = {key: part for key, (part, _) in parts.items()}
-        codec.decode(packed, shape, target.dtype, block_size, out=target)
+        codec.decode(packed, shape, target.dtype, meta, out=target)
 
     return decode

@@ -17,7 +17,7 @@ except ImportError as error:
         name="ts_quant._C",
     ) from error
 
-from .codecs import BlockCodec
+from .codecs import BlockCodec, Meta, PackedCodec, Part
 from .error_fit import init_lora_from_error
 from .functional import dequantize, quantize
 from .model import dequantize_model, quantize_model
@@ -26,6 +26,9 @@ from .tensor import QuantizedTensor
 
 __all__ = [
     "BlockCodec",
+    "Meta",
+    "PackedCodec",
+    "Part",
     "QuantizedTensor",
     "dequantize",
     "dequantize_model",

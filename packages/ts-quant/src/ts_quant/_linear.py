@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import torch
 
-from .codecs import decode
+from .codecs import Meta, decode
 
 __all__ = ["linear"]
 
@@ -29,13 +29,13 @@ class _PackedLinear(torch.autograd.Function):
         codec: str,
         shape: tuple[int, ...],
         dtype: torch.dtype,
-        block_size: int,
+        meta: Meta,
         names: tuple[str, ...],
         *packed: torch.Tensor,
     ) -> torch.Tensor:
         """Decode and multiply."""
         ctx.save_for_backward(*packed)
-        ctx.layout = (codec, shape, dtype, block_size, names)
+        ctx.layout = (codec, shape, dtype, meta, names)
         weight = _decode_as(packed, ctx.layout, x.dtype)
         return torch.nn.functional.linear(x, weight, bias)
 
@@ -52,11 +52,11 @@ class _PackedLinear(torch.autograd.Function):
 
 
 def _decode_as(packed: tuple[torch.Tensor, ...], layout: Any, dtype: torch.dtype) -> torch.Tensor:
-    codec, shape, presented, block_size, names = layout
+    codec, shape, presented, meta, names = layout
     tensors = dict(zip(names, packed, strict=True))
     # From fp32 one rounding is all there is; from a shorter dtype the plain module would round twice.
     first = dtype if presented is torch.float32 else presented
-    return decode(tensors, codec, shape, first, block_size, _scratch(packed[0], shape, first)).to(dtype)
+    return decode(tensors, codec, shape, first, meta, _scratch(packed[0], shape, first)).to(dtype)
 
 
 _local = threading.local()
@@ -93,7 +93,7 @@ def linear(
     codec: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    block_size: int,
+    meta: Meta,
 ) -> torch.Tensor:
     """Multiply with a packed weight.
 
@@ -104,7 +104,7 @@ def linear(
         codec: Name of the codec.
         shape: `(out_features, in_features)`.
         dtype: Dtype that the weight presents.
-        block_size: Values per scale.
+        meta: Description of the packing.
 
     Returns:
         `(..., out_features)`.
@@ -119,7 +119,7 @@ def linear(
         bias = None if bias is None else bias.to(cast_to)
     elif x.dtype != dtype:
         raise RuntimeError(f"expected input and weight of one dtype, got {x.dtype} and {dtype}")
-    layout = (codec, shape, dtype, block_size, tuple(packed))
+    layout = (codec, shape, dtype, meta, tuple(packed))
     if not torch.is_grad_enabled() or not (x.requires_grad or (bias is not None and bias.requires_grad)):
         with torch.no_grad():
             weight = _decode_as(tuple(packed.values()), layout, x.dtype)

@@ -1,7 +1,9 @@
 """The operations `torch.ops.ts_quant.*`: schema, kernels, fake kernels, and one contract for each.
 
-Packed tensors are one-dimensional: codes uint8 `[ceil(n / 2)]` (nf4, first element in the high nibble) or
-int8 `[n]`, absmax float32 `[ceil(n / block_size)]`, for a tensor of `n` elements taken in row-major order.
+Here is what codecs share, and the block-wise formats int8 and nf4; the others are declared by their codecs.
+Packed tensors of those two are one-dimensional: codes uint8 `[ceil(n / 2)]` (nf4, first element in the high
+nibble) or int8 `[n]`, absmax float32 `[ceil(n / block_size)]`, for a tensor of `n` elements taken in
+row-major order.
 """
 
 from __future__ import annotations
@@ -17,9 +19,7 @@ from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
 from ts_core.ops import OpLibrary
 
-from . import _C
-
-__all__ = ["FLOATS", "INT8", "NF4", "Format", "check_block_size"]
+__all__ = ["FLOATS", "LIBRARY", "REFUSALS", "Format", "check_block_size", "check_float", "define_format"]
 
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 """Dtypes that are encoded and decoded natively."""
@@ -54,7 +54,8 @@ def check_block_size(function: str, block_size: int) -> None:
         raise ArgumentError(message(function, "block_size", "an even integer >= 2", block_size))
 
 
-def _check_float(function: str, argument: str, dtype: torch.dtype) -> None:
+def check_float(function: str, argument: str, dtype: torch.dtype) -> None:
+    """Raise `ArgumentTypeError` unless `dtype` is one of `FLOATS`."""
     if dtype not in FLOATS:
         raise ArgumentTypeError(
             message(function, argument, "float32, float16 or bfloat16", dtype_name(dtype))
@@ -74,7 +75,7 @@ class _Contract:
     per_byte: int
 
     def encode(self, x: torch.Tensor, block_size: int) -> None:
-        _check_float(f"quantize_{self.name}", "x", x.dtype)
+        check_float(f"quantize_{self.name}", "x", x.dtype)
         check_block_size(f"quantize_{self.name}", block_size)
 
     def decode(
@@ -86,14 +87,14 @@ class _Contract:
         block_size: int,
     ) -> None:
         function = f"dequantize_{self.name}"
-        _check_float(function, "dtype", dtype)
+        check_float(function, "dtype", dtype)
         self._packed(function, codes, absmax, math.prod(shape), block_size)
 
     def decode_out(
         self, codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int
     ) -> None:
         function = f"dequantize_{self.name}_out"
-        _check_float(function, "out", out.dtype)
+        check_float(function, "out", out.dtype)
         if not out.is_contiguous():
             raise ArgumentError(message(function, "out", "a contiguous tensor", f"strides {out.stride()}"))
         if out.device != codes.device:
@@ -120,8 +121,12 @@ class _Contract:
             )
 
 
-_LIBRARY = OpLibrary("ts_quant")
-_REFUSALS = (ValueError, TypeError)  # what native checks raise
+LIBRARY = OpLibrary("ts_quant")
+"""The library that every operation of this package is declared in."""
+
+REFUSALS = (ValueError, TypeError)
+"""What native checks raise."""
+
 _PACKED = "Tensor codes, Tensor absmax"
 
 
@@ -140,7 +145,7 @@ def _define_encode(contract: _Contract, native: Any) -> Any:
         return codes, absmax
 
     schema = f"quantize_{contract.name}(Tensor x, int block_size) -> (Tensor codes, Tensor absmax)"
-    return _LIBRARY.define(schema, cpu=run, fake=fake)
+    return LIBRARY.define(schema, cpu=run, fake=fake)
 
 
 def _define_decode(contract: _Contract, native: Any) -> Any:
@@ -161,13 +166,13 @@ def _define_decode(contract: _Contract, native: Any) -> Any:
         out = torch.empty(shape, dtype=dtype, device=codes.device)
         try:
             native(codes, absmax, out, block_size)
-        except _REFUSALS:
+        except REFUSALS:
             contract.decode(codes, absmax, shape, dtype, block_size)
             raise
         return out
 
     arguments = f"{_PACKED}, SymInt[] shape, ScalarType dtype, int block_size"
-    return _LIBRARY.define(f"dequantize_{contract.name}({arguments}) -> Tensor", cpu=run, fake=fake)
+    return LIBRARY.define(f"dequantize_{contract.name}({arguments}) -> Tensor", cpu=run, fake=fake)
 
 
 def _define_decode_out(contract: _Contract, native: Any) -> Any:
@@ -176,16 +181,27 @@ def _define_decode_out(contract: _Contract, native: Any) -> Any:
     def run(codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int) -> None:
         try:
             native(codes, absmax, out, block_size)
-        except _REFUSALS:
+        except REFUSALS:
             contract.decode_out(codes, absmax, out, block_size)
             raise
 
     schema = f"dequantize_{contract.name}_out({_PACKED}, Tensor(a!) out, int block_size) -> ()"
-    return _LIBRARY.define(schema, cpu=run, fake=contract.decode_out)
+    return LIBRARY.define(schema, cpu=run, fake=contract.decode_out)
 
 
-def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, decode: Any) -> Format:
-    """Declare the three operations of one format on top of its two native functions."""
+def define_format(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, decode: Any) -> Format:
+    """Declare the three operations of one block-wise format on top of its two native functions.
+
+    Args:
+        name: Name of the format.
+        code_dtype: Dtype of the codes.
+        per_byte: Codes in one byte.
+        encode: `(x, codes, absmax, block_size)`, which writes codes and absmax.
+        decode: `(codes, absmax, out, block_size)`, which writes out.
+
+    Returns:
+        Layout and operations.
+    """
     contract = _Contract(name, code_dtype, per_byte)
     return Format(
         name,
@@ -195,7 +211,3 @@ def _define(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, deco
         _define_decode(contract, decode),
         _define_decode_out(contract, decode),
     )
-
-
-NF4 = _define("nf4", torch.uint8, 2, _C.quantize_nf4, _C.dequantize_nf4)
-INT8 = _define("int8", torch.int8, 1, _C.quantize_int8, _C.dequantize_int8)

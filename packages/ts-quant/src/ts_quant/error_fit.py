@@ -92,7 +92,14 @@ def square_error(tensor: torch.Tensor, other: torch.Tensor | None = None) -> flo
 
 
 def quantize_with_error(
-    tensor: torch.Tensor, codec: str, rank: int, iters: int = 1, *, block_size: int = 64, name: str = "tensor"
+    tensor: torch.Tensor,
+    codec: str,
+    rank: int,
+    iters: int = 1,
+    *,
+    block_size: int = 64,
+    double_quant: bool = False,
+    name: str = "tensor",
 ) -> QuantizedTensor:
     r"""Encode a matrix and keep a low-rank fit of the error with it.
 
@@ -106,6 +113,7 @@ def quantize_with_error(
         rank: Rank of the fit; 0, or a tensor that `fits` says no to, gives what `quantize` does.
         iters: How often to quantize and refit, >= 1.
         block_size: Values per scale.
+        double_quant: Quantize the scales too, where the codec can.
         name: What to call the tensor in messages.
 
     Returns:
@@ -122,7 +130,7 @@ def quantize_with_error(
     Source: LoftQ, arXiv:2310.08659.
     """
     tensor = tensor.detach()
-    best = quantize(tensor, codec, block_size=block_size, name=name)
+    best = quantize(tensor, codec, block_size=block_size, double_quant=double_quant, name=name)
     if not fits(tensor, rank):
         return best
     with torch.no_grad():
@@ -136,9 +144,12 @@ def quantize_with_error(
                 best, least = made.with_error(a, b), lost
             if step + 1 < iters:
                 target = (tensor.float() - b.float() @ a.float()).clamp_(*_range(tensor.dtype))
-                packed = quantize(target, codec, block_size=block_size, name=name).packed
+                again = quantize(
+                    target, best.codec, block_size=block_size, double_quant=double_quant, name=name
+                )
                 del target
-                made = QuantizedTensor(packed, codec, tensor.shape, tensor.dtype, block_size)
+                made = best.with_packed(again.packed)
+                del again
     return best
 
 

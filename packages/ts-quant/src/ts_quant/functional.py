@@ -7,12 +7,14 @@ from typing import Any
 import torch
 
 from ts_core import registry
-from ts_core.errors import ArgumentTypeError, message
-from ts_core.options import choice, integer, not_yet
+from ts_core.errors import ArgumentTypeError, OptionError, message
+from ts_core.options import boolean, choice, integer, not_yet
 
+from .codecs import Meta, PackedCodec
 from .tensor import QuantizedTensor
 
 __all__ = ["dequantize", "quantize"]
+
 
 _LATER = ("fp8", "nvfp4")
 
@@ -22,6 +24,26 @@ def find_codec(option: str, value: Any) -> registry.Codec:
     if isinstance(value, str) and value in _LATER and value not in registry.codecs():
         not_yet(option, value, registry.codecs())
     return registry.codec(choice(option, value, registry.codecs()))
+
+
+def meta_for(codec: Any, block_size: Any, double_quant: Any = False) -> Meta:
+    """Make the description that a codec packs with from the options of `quantize`.
+
+    Args:
+        codec: The codec.
+        block_size: Values per scale, even, >= 2.
+        double_quant: Quantize the scales too.
+
+    Returns:
+        The description.
+
+    Raises:
+        OptionError: A bad block size, or an option that the codec does not have.
+    """
+    block_size = integer("block_size", block_size, minimum=2, maximum=1 << 40, multiple_of=2)
+    if boolean("double_quant", double_quant) and not hasattr(codec, "meta"):
+        raise OptionError(f"option double_quant: the codec {codec.name!r} has no such option")
+    return codec.meta(block_size, double_quant=double_quant) if hasattr(codec, "meta") else Meta(block_size)
 
 
 def quantize(
@@ -42,7 +64,7 @@ def quantize(
         tensor: float32, float16 or bfloat16 of any shape and layout, finite; CPU or CUDA. Not written.
         codec: "nf4" or "int8", or another codec registered with `ts_core.registry`.
         block_size: Values per scale, taken in row-major order; even, >= 2.
-        double_quant: Also quantize the scales; not available in this release.
+        double_quant: Also quantize the scales, where the codec can.
         name: What to call the tensor in messages.
 
     Returns:
@@ -60,18 +82,17 @@ def quantize(
 
     Source: QLoRA, arXiv:2305.14314 (nf4).
     """
-    not_yet("double_quant", double_quant, (False,))
-    block_size = integer("block_size", block_size, minimum=2, maximum=1 << 40, multiple_of=2)
-    found = find_codec("codec", codec)
+    found: Any = find_codec("codec", codec)
+    meta = meta_for(found, block_size, double_quant)
     if not isinstance(tensor, torch.Tensor) or isinstance(tensor, QuantizedTensor):
         given = "a QuantizedTensor" if isinstance(tensor, QuantizedTensor) else type(tensor).__name__
         hint = "Call dequantize() first to encode it again" if isinstance(tensor, QuantizedTensor) else None
         raise ArgumentTypeError(message("quantize", name, "a floating tensor", given, hint))
     if tensor.layout is not torch.strided:
         raise ArgumentTypeError(message("quantize", name, "a strided tensor", str(tensor.layout)))
-    extra = {"name": name} if hasattr(found, "layout") else {}
-    packed = found.encode(tensor.detach(), block_size, **extra)
-    return QuantizedTensor(packed, found.name, tensor.shape, tensor.dtype, block_size)
+    extra = {"name": name} if isinstance(found, PackedCodec) else {}
+    packed = found.encode(tensor.detach(), meta, **extra)
+    return QuantizedTensor(packed, found.name, tensor.shape, tensor.dtype, meta)
 
 
 def dequantize(

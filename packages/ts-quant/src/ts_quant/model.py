@@ -15,11 +15,11 @@ from ts_core import registry
 from ts_core.blocks import find_blocks
 from ts_core.errors import ArgumentError, DoesNotFitError, message
 from ts_core.memory import host_budget, parse_bytes
-from ts_core.options import integer, not_yet
+from ts_core.options import integer
 
 from ._ops import FLOATS
 from .error_fit import quantize_with_error
-from .functional import find_codec
+from .functional import find_codec, meta_for
 from .precision import NEXT_CODEC, keep_precise_share, precise_names
 from .tensor import QuantizedTensor
 
@@ -84,7 +84,7 @@ def quantize_model(
         error_rank: Rank of a fit of each matrix's error, kept with it for `init_lora_from_error`; 0 is none.
             Matrices that are not larger than their two factors, stacks and meta weights have none.
         error_iters: How often to quantize and refit; 1 leaves the packed bytes as they are without a fit.
-        double_quant: Not available in this release.
+        double_quant: Quantize the scales too, where the codec can.
 
     Returns:
         `{"tensors": how many were packed, "kept_precise": how many of them one codec up, "bytes_before",
@@ -102,10 +102,11 @@ def quantize_model(
         2
     """
     block_size = integer("block_size", block_size, minimum=2, maximum=1 << 40, multiple_of=2)
-    codec = find_codec("quantize", quantize).name
+    chosen = find_codec("quantize", quantize)
+    meta_for(chosen, block_size, double_quant)
+    codec = chosen.name
     share = keep_precise_share(keep_precise)
     fit = integer("error_rank", error_rank, minimum=0), integer("error_iters", error_iters, minimum=1)
-    not_yet("double_quant", double_quant, (False,))
     pins = _Pins(None if pin_budget is None else parse_bytes(pin_budget, name="pin_budget"))
     weights = quantizable_weights(model, find_blocks(model, blocks))
     for weight in weights:
@@ -119,8 +120,8 @@ def quantize_model(
         for weight in weights:
             where = weight.name
             before = weight.parameter.numel() * weight.parameter.element_size()
-            chosen = NEXT_CODEC[codec] if where in precise else codec
-            packed = _pack(weight, chosen, block_size, fit, pins)
+            target = NEXT_CODEC[codec] if where in precise else codec
+            packed = _pack(weight, target, (block_size, double_quant), fit, pins)
             for module, name in weight.places:
                 module._parameters[name] = packed
             totals["tensors"] += 1
@@ -262,10 +263,11 @@ class _Pins:
 
 
 def _pack(
-    weight: QuantizableWeight, codec: str, block_size: int, fit: tuple[int, int], pins: _Pins
+    weight: QuantizableWeight, codec: str, packing: tuple[int, bool], fit: tuple[int, int], pins: _Pins
 ) -> nn.Parameter:
     source = weight.parameter.detach()
-    made = quantize_with_error(source, codec, *fit, block_size=block_size, name=weight.name)
+    size, double = packing
+    made = quantize_with_error(source, codec, *fit, block_size=size, double_quant=double, name=weight.name)
     made = made._like({name: pins.place(part) for name, part in made.packed.items()})
     return nn.Parameter(made, requires_grad=False)
 

@@ -11,6 +11,7 @@ import torch
 from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, TrainStreamError
 
+from .codecs import Meta
 from .tensor import QuantizedTensor
 
 __all__ = ["from_safetensors_dict", "to_safetensors_dict"]
@@ -25,8 +26,8 @@ def to_safetensors_dict(
     """Split a tensor into what `safetensors.torch.save_file(tensors, path, metadata)` takes.
 
     Args:
-        prefix: Name of the tensor; the packed tensors are called `prefix.codes`, `prefix.absmax`, and
-            a low-rank fit of its error `prefix.error_a`, `prefix.error_b`.
+        prefix: Name of the tensor; the packed tensors are called `prefix.codes`, `prefix.absmax` (by the
+            codec's names), and a low-rank fit of its error `prefix.error_a`, `prefix.error_b`.
         tensor: The tensor; its packed tensors are handed over, not copied.
 
     Returns:
@@ -37,14 +38,16 @@ def to_safetensors_dict(
         >>> sorted(to_safetensors_dict("w", quantize(torch.ones(64)))[0])
         ['w.absmax', 'w.codes']
     """
-    description = {
+    description: dict[str, Any] = {
         "version": _VERSION,
         "codec": tensor.codec,
         "shape": list(tensor.shape),
         "dtype": dtype_name(tensor.dtype),
-        "block_size": tensor.block_size,
+        "block_size": tensor.meta.block_size,
         "packed": sorted(tensor.packed),
     }
+    if tensor.meta.options:
+        description["options"] = dict(tensor.meta.options)
     tensors = {f"{prefix}.{name}": value for name, value in tensor.packed.items()}
     if tensor.error_factors is not None:
         description["error"] = True
@@ -82,7 +85,7 @@ def from_safetensors_dict(
     try:
         description: Any = json.loads(metadata[prefix])
         version, codec = description["version"], description["codec"]
-        shape, block_size = description["shape"], description["block_size"]
+        shape, meta = description["shape"], (description["block_size"], description.get("options", ()))
         dtype = parse_dtype(description["dtype"])
         packed = {name: tensors[f"{prefix}.{name}"] for name in description["packed"]}
         if not packed:
@@ -94,7 +97,7 @@ def from_safetensors_dict(
     if version != _VERSION:
         raise fail(f"expected version {_VERSION} of the description, given {version!r}; update ts-quant")
     try:
-        made = QuantizedTensor.from_packed(packed, codec, shape, dtype, block_size)
+        made = QuantizedTensor.from_packed(packed, codec, shape, dtype, Meta.of(meta))
         return made if error is None else made.with_error(*error)
     except TrainStreamError as why:
         raise fail(str(why)) from why

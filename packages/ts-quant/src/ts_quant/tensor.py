@@ -6,7 +6,6 @@ decodes again there; moves, copies and views of whole rows act on the packed byt
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, cast
 
@@ -18,11 +17,10 @@ from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, StateError, message
 
 from ._linear import linear
-from .codecs import decode
+from .codecs import Meta, Packed, check_parts, decode, parts_of
 
 __all__ = ["QuantizedTensor"]
 
-Packed = dict[str, torch.Tensor]
 Handler = Callable[..., Any]
 
 _HANDLERS: dict[Any, Handler] = {}
@@ -37,7 +35,7 @@ class QuantizedTensor(torch.Tensor):
 
     Attributes:
         codec: Name of the codec.
-        block_size: Values per scale.
+        meta: How the codec packed it: values per scale and the like.
         error_a: (rank, columns), or None: with `error_b` a fit of what packing lost, kept for adapters to
             start from. It is no part of the value.
         error_b: (rows, rank), or None.
@@ -50,7 +48,7 @@ class QuantizedTensor(torch.Tensor):
     """
 
     codec: str
-    block_size: int
+    meta: Meta
     error_a: torch.Tensor | None
     error_b: torch.Tensor | None
     # What the tensor presents, kept here as well: reading .shape or .dtype goes through __torch_function__.
@@ -65,7 +63,7 @@ class QuantizedTensor(torch.Tensor):
         codec: str,
         shape: Sequence[int],
         dtype: torch.dtype,
-        block_size: int,
+        meta: Meta | int,
     ) -> QuantizedTensor:
         """Wrap packed tensors, unchecked; `from_packed` checks them.
 
@@ -75,7 +73,7 @@ class QuantizedTensor(torch.Tensor):
             codec: Name of the codec.
             shape: Shape that is presented.
             dtype: Floating dtype that is presented.
-            block_size: Values per scale.
+            meta: Description of the packing, or a block size alone.
 
         Returns:
             The tensor.
@@ -85,7 +83,7 @@ class QuantizedTensor(torch.Tensor):
             cls, torch.Size(shape), dtype=dtype, device=first.device, requires_grad=False
         )
         self.codec = codec
-        self.block_size = block_size
+        self.meta = meta if isinstance(meta, Meta) else Meta(meta)
         self._names = tuple(packed)
         self._shape = tuple(shape)
         self._dtype = dtype
@@ -104,7 +102,7 @@ class QuantizedTensor(torch.Tensor):
         codec: str,
         shape: Sequence[int],
         dtype: torch.dtype,
-        block_size: int,
+        meta: Meta | int,
     ) -> QuantizedTensor:
         """Wrap packed tensors after checking that they are what the codec makes of such a tensor.
 
@@ -113,7 +111,7 @@ class QuantizedTensor(torch.Tensor):
             codec: Name of a registered codec.
             shape: Shape that is presented.
             dtype: Floating dtype that is presented.
-            block_size: Values per scale, even, >= 2.
+            meta: Description of the packing, or a block size alone.
 
         Returns:
             The tensor.
@@ -123,8 +121,14 @@ class QuantizedTensor(torch.Tensor):
             ArgumentError: A tensor is missing or left over, or has another size than expected.
             ArgumentTypeError: A tensor has another dtype than expected.
         """
-        _check(packed, codec, tuple(shape), dtype, block_size)
-        return cls(packed, codec, shape, dtype, block_size)
+        described = _check(packed, codec, tuple(shape), dtype, meta)
+        names = parts_of(codec, shape, described) or packed
+        return cls({name: packed[name] for name in names}, codec, shape, dtype, described)
+
+    @property
+    def block_size(self) -> int:
+        """Consecutive values that share a scale; 0 where the format does not work that way."""
+        return self.meta.block_size
 
     @property
     def packed(self) -> Packed:
@@ -159,7 +163,7 @@ class QuantizedTensor(torch.Tensor):
             given = ", ".join(str(tuple(getattr(t, "shape", ()))) for t in (a, b))
             expected = f"floating matrices (rank, columns) and (rows, rank) for the shape {self._shape}"
             raise ArgumentError(message("QuantizedTensor.with_error", "a, b", expected, given))
-        made = QuantizedTensor(self.packed, self.codec, self._shape, self._dtype, self.block_size)
+        made = QuantizedTensor(self.packed, self.codec, self._shape, self._dtype, self.meta)
         made.error_a, made.error_b = a, b
         return made
 
@@ -178,11 +182,22 @@ class QuantizedTensor(torch.Tensor):
         if dtype is None:
             dtype = self._dtype if out is None else out.dtype
         with torch.no_grad():
-            return decode(self.packed, self.codec, self._shape, dtype, self.block_size, out)
+            return decode(self.packed, self.codec, self._shape, dtype, self.meta, out)
+
+    def with_packed(self, packed: Mapping[str, torch.Tensor]) -> QuantizedTensor:
+        """Return the same tensor over copies of its packed tensors that lie elsewhere, without its fit.
+
+        Args:
+            packed: The copies by name; kept, unchecked.
+
+        Returns:
+            The tensor.
+        """
+        return QuantizedTensor(packed, self.codec, self._shape, self._dtype, self.meta)
 
     def _like(self, packed: Mapping[str, torch.Tensor], **changes: Any) -> QuantizedTensor:
         shape, dtype = changes.get("shape", self._shape), changes.get("dtype", self._dtype)
-        made = QuantizedTensor(packed, self.codec, shape, dtype, self.block_size)
+        made = QuantizedTensor(packed, self.codec, shape, dtype, self.meta)
         if tuple(shape) == self._shape:
             made.error_a, made.error_b = self.error_a, self.error_b
         return made
@@ -206,7 +221,7 @@ class QuantizedTensor(torch.Tensor):
             return cast(QuantizedTensor, memo[id(self)])
         copied = self._each(torch.clone)
         memo[id(self)] = copied
-        own = {"codec", "block_size", "error_a", "error_b", "_names", "_shape", "_dtype"}
+        own = {"codec", "meta", "error_a", "error_b", "_names", "_shape", "_dtype"}
         own |= {_PREFIX + name for name in self._names}
         for key, value in self.__dict__.items():
             if key not in own:
@@ -216,25 +231,25 @@ class QuantizedTensor(torch.Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         """Pickle the packed tensors; loads with `torch.load(weights_only=True)`."""
         is_parameter = bool(getattr(self, "_is_param", False))
-        state = (self.packed, self.codec, tuple(self.shape), self.dtype, self.block_size, is_parameter)
+        state = (self.packed, self.codec, tuple(self.shape), self.dtype, self.meta.plain(), is_parameter)
         return _rebuild, state if self.error_factors is None else (*state, self.error_factors)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Name the inner tensors, for torch.compile and `nn.Module.to`; nothing computes with the fit."""
-        return [_PREFIX + name for name in self._names], (self.codec, self.dtype, self.block_size)
+        return [_PREFIX + name for name in self._names], (self.codec, self.dtype, self.meta.plain())
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         """Put the inner tensors together again."""
-        codec, dtype, block_size = context
+        codec, dtype, meta = context
         packed = {name.removeprefix(_PREFIX): tensor for name, tensor in inner.items()}
-        return QuantizedTensor(packed, codec, outer_size, dtype, block_size)
+        return QuantizedTensor(packed, codec, outer_size, dtype, Meta.of(meta))
 
     def _stable_hash_for_caching(self) -> str:
         """Name what compiled code depends on, for torch.compile's cache."""
-        return repr((self.codec, tuple(self.shape), self.dtype, self.block_size, self._names))
+        return repr((self.codec, tuple(self.shape), self.dtype, self.meta.plain(), self._names))
 
     @classmethod
     def __torch_function__(
@@ -245,7 +260,7 @@ class QuantizedTensor(torch.Tensor):
         if func is torch.nn.functional.linear:
             x, weight, bias = _linear_arguments(*args, **kwargs)
             if isinstance(weight, cls) and not isinstance(x, cls) and not isinstance(bias, cls):
-                layout = (weight.codec, weight._shape, weight._dtype, weight.block_size)
+                layout = (weight.codec, weight._shape, weight._dtype, weight.meta)
                 return linear(x, bias, weight.packed, *layout)
         elif func in _GUARDED:
             _GUARDED[func](*args[1:], **kwargs)
@@ -306,40 +321,17 @@ def _decoded(value: Any) -> Any:
     return value.dequantize() if isinstance(value, QuantizedTensor) else value
 
 
-def _check(
-    packed: Mapping[str, Any], codec: str, shape: tuple[Any, ...], dtype: Any, block_size: Any
-) -> None:
+def _check(packed: Mapping[str, Any], codec: str, shape: tuple[Any, ...], dtype: Any, meta: Any) -> Meta:
     function = "QuantizedTensor.from_packed"
     if any(type(size) is not int or size < 0 for size in shape):
         raise ArgumentError(message(function, "shape", "integers >= 0", shape))
-    if type(block_size) is not int or block_size < 2 or block_size % 2:
-        raise ArgumentError(message(function, "block_size", "an even integer >= 2", block_size))
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ArgumentTypeError(message(function, "dtype", "a floating dtype", str(dtype)))
-    for name, tensor in packed.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise ArgumentTypeError(message(function, f"packed[{name!r}]", "a tensor", type(tensor).__name__))
-    found: Any = registry.codec(codec)
-    if not hasattr(found, "layout"):  # a codec from elsewhere checks when it decodes
-        return
-    layout = found.layout(math.prod(shape), block_size)
-    if set(packed) != set(layout):
-        raise ArgumentError(message(function, "packed", f"the tensors {sorted(layout)}", str(sorted(packed))))
-    device = next(iter(packed.values())).device
-    for name, (kind, count) in layout.items():
-        tensor = packed[name]
-        if tensor.dtype != kind:
-            given = dtype_name(tensor.dtype)
-            raise ArgumentTypeError(message(function, f"packed[{name!r}]", dtype_name(kind), given))
-        if tuple(tensor.shape) != (count,) or not tensor.is_contiguous() or tensor.device != device:
-            raise ArgumentError(
-                message(
-                    function,
-                    f"packed[{name!r}]",
-                    f"a contiguous tensor of shape ({count},) on {device}",
-                    f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}",
-                )
-            )
+    if not packed:
+        raise ArgumentError(message(function, "packed", "packed tensors", "none"))
+    described = Meta.of(meta)
+    check_parts(packed, codec, shape, described, function)
+    return described
 
 
 def _rebuild(
@@ -347,12 +339,12 @@ def _rebuild(
     codec: str,
     shape: tuple[int, ...],
     dtype: torch.dtype,
-    block_size: int,
+    meta: Any,
     is_parameter: bool,
     error: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> QuantizedTensor:
     """Make a tensor from a pickle; the parts may come from anywhere, so they are checked."""
-    made = QuantizedTensor.from_packed(packed, codec, shape, dtype, block_size)
+    made = QuantizedTensor.from_packed(packed, codec, shape, dtype, meta)
     if error is not None:
         made = made.with_error(*error)
     if is_parameter:
@@ -439,7 +431,7 @@ def _empty_like(func: Any, self: QuantizedTensor, **options: Any) -> torch.Tenso
 
 
 def _interchangeable(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    return (a.codec, a.shape, a.block_size) == (b.codec, b.shape, b.block_size)
+    return (a.codec, a.shape, a.meta) == (b.codec, b.shape, b.meta)
 
 
 @_on(_aten.equal.default)
@@ -481,7 +473,7 @@ def _rows(self: QuantizedTensor, start: int, length: int) -> Packed | None:
     found: Any = registry.codec(self.codec)
     if not hasattr(found, "narrow"):
         return None
-    return cast("Packed | None", found.narrow(self.packed, tuple(self.shape), start, length, self.block_size))
+    return cast("Packed | None", found.narrow(self.packed, tuple(self.shape), start, length, self.meta))
 
 
 @_on(_aten.select.int)
@@ -519,10 +511,18 @@ def _unbind(func: Any, self: QuantizedTensor, dim: int = 0) -> list[torch.Tensor
     return cast(list[torch.Tensor], func(self.dequantize(), dim))
 
 
-# Values are packed in row-major order: another shape of as many elements has the same bytes.
 @_on(_aten.view.default, _aten._unsafe_view.default)
-def _view(func: Any, self: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
-    return self._like(self.packed, shape=torch.empty(self.shape, device="meta").view(size).shape)
+def _view(func: Any, self: QuantizedTensor, size: Sequence[int]) -> torch.Tensor:
+    wanted = tuple(torch.empty(self.shape, device="meta").view(size).shape)
+    found: Any = registry.codec(self.codec)
+    packed = None
+    if wanted == self._shape:
+        packed = self.packed
+    elif hasattr(found, "reshape"):
+        packed = found.reshape(self.packed, self._shape, wanted, self.meta)
+    if packed is None:
+        return cast(torch.Tensor, func(self.dequantize(), size))
+    return self._like(packed, shape=wanted)
 
 
 @_on(_aten.expand.default)

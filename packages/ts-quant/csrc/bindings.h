@@ -1,0 +1,58 @@
+// What the bindings of all codecs share: the switch over float types and the checks of block-wise
+// formats. Included by bind_*.cpp only; each of them defines one function declared here.
+#pragma once
+
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/string.h>
+
+#include <type_traits>
+
+#include "ts/module.h"
+#include "ts/numeric.h"
+
+namespace ts::quant {
+
+namespace nb = nanobind;
+
+// Calls fn with a null pointer of the C++ type of `view`: float, bf16 or fp16.
+template <typename Fn>
+void with_float_type(const TensorView& view, const char* op, const char* argument, Fn&& fn) {
+  switch (view.dtype()) {
+    case DType::kF32:
+      return fn(static_cast<float*>(nullptr));
+    case DType::kBF16:
+      return fn(static_cast<bf16*>(nullptr));
+    case DType::kF16:
+      return fn(static_cast<fp16*>(nullptr));
+    default:
+      fail_type(op, argument, "float32, bfloat16 or float16", view.describe());
+  }
+}
+
+struct BlockLayout {
+  const char* op;
+  DType codes;
+  int64_t elements_per_byte;
+};
+
+// `dense` is the float tensor of either direction, named `name` in messages.
+inline void check_blocks(const BlockLayout& layout, const TensorView& dense, const char* name,
+                         const TensorView& codes, const TensorView& absmax, int64_t block_size) {
+  const int64_t n = dense.numel();
+  ts::check(block_size >= 2 && block_size % 2 == 0, layout.op, "block_size", "an even integer >= 2",
+            std::to_string(block_size));
+  if (!dense.is_contiguous()) fail_value(layout.op, name, "a contiguous tensor", dense.describe());
+  expect(codes, layout.op, "codes", layout.codes);
+  expect_numel(codes, layout.op, "codes",
+               n / layout.elements_per_byte + n % layout.elements_per_byte);
+  expect(absmax, layout.op, "absmax", DType::kF32);
+  expect_numel(absmax, layout.op, "absmax", n / block_size + (n % block_size != 0));
+  expect_same_device(codes, dense, layout.op, "codes");
+  expect_same_device(absmax, dense, layout.op, "absmax");
+  expect_no_cuda_missing(dense, layout.op);
+}
+
+void bind_int8(nb::module_& m);
+void bind_nf4(nb::module_& m);
+
+}  // namespace ts::quant

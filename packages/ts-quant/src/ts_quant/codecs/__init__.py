@@ -1,0 +1,32 @@
+"""The codecs of this package, registered with `ts_core.registry` under their names.
+
+A codec is one object (see `PackedCodec`): it says how the values of a tensor are packed, and packs and
+decodes them. To add one, write its kernels (`csrc/cpu`, `csrc/cuda`, `csrc/bind_<name>.cpp`) and a module
+here that declares its operations and makes the object, and list that below.
+"""
+
+from ts_core import registry
+from ts_core.hardware import register_rates
+
+from .base import Packed, PackedCodec, Part, check_parts, decode, parts_of
+from .blockwise import BlockCodec
+from .int8 import INT8_CODEC
+from .meta import Meta
+from .nf4 import NF4_CODEC
+
+__all__ = [
+    "INT8_CODEC",
+    "NF4_CODEC",
+    "BlockCodec",
+    "Meta",
+    "Packed",
+    "PackedCodec",
+    "Part",
+    "check_parts",
+    "decode",
+    "parts_of",
+]
+
+for _codec in (NF4_CODEC, INT8_CODEC):
+    registry.register_codec(_codec)
+register_rates("decode_weights_per_s", "ts_quant.rates:decode_rates")

@@ -3,6 +3,8 @@
 
 NB_MODULE(_C, m) {
   ts::init_module(m);
+  ts::quant::bind_bnb(m);
   ts::quant::bind_int8(m);
+  ts::quant::bind_nested(m);
   ts::quant::bind_nf4(m);
 }

@@ -52,7 +52,9 @@ inline void check_blocks(const BlockLayout& layout, const TensorView& dense, con
   expect_no_cuda_missing(dense, layout.op);
 }
 
+void bind_bnb(nb::module_& m);
 void bind_int8(nb::module_& m);
+void bind_nested(nb::module_& m);
 void bind_nf4(nb::module_& m);
 
 }  // namespace ts::quant

@@ -200,7 +200,7 @@ def test_frees_each_weight_before_the_next(model, monkeypatch):
         {"error_rank": -1},
         {"error_rank": None},
         {"error_iters": 0},
-        {"double_quant": True},
+        {"double_quant": "yes"},
     ],
 )
 def test_rejected_options(model, options):

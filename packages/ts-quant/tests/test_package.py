@@ -64,7 +64,7 @@ def test_codecs_are_registered():
     assert registry.codec("nf4") is NF4_CODEC
     assert registry.codec("int8") is INT8_CODEC
     assert isinstance(NF4_CODEC, registry.Codec)
-    assert repr(NF4_CODEC) == "BlockCodec('nf4')"
+    assert repr(NF4_CODEC) == "NestedBlockCodec('nf4')"
 
 
 @given(start=st.integers(0, 5), length=st.integers(0, 5), half=st.integers(1, 12))

@@ -11,6 +11,23 @@ namespace ts::quant {
 
 __device__ __forceinline__ float int8_scale(float absmax) { return __fdiv_rn(absmax, 127.0f); }
 
+struct Int8 {
+  using Code = int8_t;
+  static constexpr bool kPacked = false;
+  struct Scale {
+    float value;  // 0: the whole block gets code 0
+  };
+  __device__ static __forceinline__ Scale scale(float absmax, bool, float* stored) {
+    *stored = absmax;
+    return Scale{magnitude_bits(absmax) < 0x7F800000u ? int8_scale(absmax) : 0.0f};
+  }
+  __device__ static __forceinline__ unsigned code(float x, Scale s) {
+    if (s.value == 0.0f) return 0;
+    const int r = __float2int_rn(__fdiv_rn(x, s.value));
+    return static_cast<unsigned>(max(-127, min(127, r)));
+  }
+};
+
 struct TimesScale {
   float factor;
   __device__ __forceinline__ explicit TimesScale(float absmax) : factor(int8_scale(absmax)) {}

@@ -3,23 +3,10 @@
 #include "encode.cuh"
 #include "four_bit.cuh"
 #include "kernels.h"
-#include "nested.h"
-#include "nf4.h"
+#include "nf4.cuh"
 
 namespace ts::quant {
 namespace {
-
-// Device code cannot index the host's constexpr arrays.
-struct Tables {
-  float levels[16], thresholds[15];
-};
-constexpr Tables make_tables() {
-  Tables t{};
-  for (int i = 0; i < 16; ++i) t.levels[i] = kNf4Levels[i];
-  for (int i = 0; i < 15; ++i) t.thresholds[i] = kNf4Thresholds[i];
-  return t;
-}
-__constant__ const Tables kTables = make_tables();
 
 struct Nf4 {
   using Code = uint8_t;
@@ -38,13 +25,9 @@ struct Nf4 {
     const float v = s.divides ? __fdiv_rn(x, s.factor) : __fmul_rn(x, s.factor);
     unsigned count = 0;
 #pragma unroll
-    for (int i = 0; i < 15; ++i) count += v > kTables.thresholds[i];
+    for (int i = 0; i < 15; ++i) count += v > kNf4Tables.thresholds[i];
     return count;
   }
-};
-
-struct Nf4Levels {
-  __device__ static __forceinline__ float level(int code) { return kTables.levels[code]; }
 };
 
 }  // namespace
@@ -59,12 +42,6 @@ void launch_dequantize_nf4(const uint8_t* codes, const float* absmax, void* out,
                            int64_t n, int64_t block_size, void* stream) {
   launch_decode_four_bit<Nf4Levels>(codes, PlainScales{absmax}, out, dtype, n, block_size, stream,
                                     "dequantize_nf4");
-}
-
-void launch_dequantize_nf4_dq(const uint8_t* codes, MapScaleData scales, void* out, DType dtype,
-                              int64_t n, int64_t block_size, void* stream) {
-  launch_decode_four_bit<Nf4Levels>(codes, MapScales{scales}, out, dtype, n, block_size, stream,
-                                    "dequantize_nf4_dq");
 }
 
 }  // namespace ts::quant

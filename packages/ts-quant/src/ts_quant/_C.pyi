@@ -14,6 +14,46 @@ def quantize_int8(
 def dequantize_int8(
     codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int, threads: int = 0
 ) -> None: ...
+def dequantize_nf4_dq(
+    codes: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor,
+    nested_map: torch.Tensor,
+    out: torch.Tensor,
+    block_size: int,
+    threads: int = 0,
+) -> None: ...
+def encode_int8_dq(
+    x: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor,
+    codes: torch.Tensor,
+    block_size: int,
+    threads: int = 0,
+) -> None: ...
+def dequantize_int8_dq(
+    codes: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor,
+    out: torch.Tensor,
+    block_size: int,
+    threads: int = 0,
+) -> None: ...
+def dequantize_fp4(
+    codes: torch.Tensor, absmax: torch.Tensor, out: torch.Tensor, block_size: int, threads: int = 0
+) -> None: ...
+def dequantize_fp4_dq(
+    codes: torch.Tensor,
+    absmax: torch.Tensor,
+    nested_absmax: torch.Tensor,
+    nested_map: torch.Tensor,
+    out: torch.Tensor,
+    block_size: int,
+    threads: int = 0,
+) -> None: ...
+def dequantize_int8_rows(
+    codes: torch.Tensor, row_absmax: torch.Tensor, out: torch.Tensor, columns: int, threads: int = 0
+) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
 def pool_address() -> int: ...

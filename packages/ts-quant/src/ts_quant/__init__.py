@@ -17,6 +17,7 @@ except ImportError as error:
         name="ts_quant._C",
     ) from error
 
+from .bnb_checkpoint import bitsandbytes_names, from_bitsandbytes
 from .codecs import BlockCodec, Meta, PackedCodec, Part
 from .error_fit import init_lora_from_error
 from .functional import dequantize, quantize
@@ -30,8 +31,10 @@ __all__ = [
     "PackedCodec",
     "Part",
     "QuantizedTensor",
+    "bitsandbytes_names",
     "dequantize",
     "dequantize_model",
+    "from_bitsandbytes",
     "from_safetensors_dict",
     "init_lora_from_error",
     "quantize",

@@ -10,11 +10,14 @@ from ts_core.hardware import register_rates
 
 from .base import Packed, PackedCodec, Part, check_parts, decode, parts_of
 from .blockwise import BlockCodec
+from .bnb import BNB_FP4_CODEC, BNB_INT8_CODEC
 from .int8 import INT8_CODEC
 from .meta import Meta
 from .nf4 import NF4_CODEC
 
 __all__ = [
+    "BNB_FP4_CODEC",
+    "BNB_INT8_CODEC",
     "INT8_CODEC",
     "NF4_CODEC",
     "BlockCodec",
@@ -27,6 +30,6 @@ __all__ = [
     "parts_of",
 ]
 
-for _codec in (NF4_CODEC, INT8_CODEC):
+for _codec in (NF4_CODEC, INT8_CODEC, BNB_FP4_CODEC, BNB_INT8_CODEC):
     registry.register_codec(_codec)
 register_rates("decode_weights_per_s", "ts_quant.rates:decode_rates")

@@ -1,0 +1,1 @@
+"""What the kernels of published formats have to compute, in plain PyTorch that imports nothing of ours."""

@@ -36,6 +36,7 @@ from ts_paging.pager import WeightPager
 from ts_quant import QuantizedTensor
 
 if TYPE_CHECKING:
+    from trainstream._places import Places
     from trainstream._session import Session
 
 __all__ = ["Tuner", "settle"]
@@ -130,6 +131,14 @@ class Tuner:
         forced = iter(want.paged)
         self._forced = [next(forced) if unit.group.kind == "block" else None for unit in inventory.units]
         self._linked = inventory.linked()
+
+    def share(self, places: Places) -> None:
+        """Keep the sets of what is paged and settled together with whoever lets units leave again."""
+        places.paged, places.settled = self._paged, self._settled
+
+    def renew(self, inventory: Inventory) -> None:
+        """Go on with an inventory that was made anew: Parameters have been replaced."""
+        self._inventory = inventory
 
     def nothing_settled(self) -> None:
         """Start from groups that stream after all."""

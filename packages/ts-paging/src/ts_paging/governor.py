@@ -73,6 +73,16 @@ class ActivationGovernor:
         self._transient: int | None = None
         self._transient_input = 1
         self._counting: tuple[int, int, dict[int, int]] | None = None
+        self._size = 0
+        self._too_large: int | None = None
+
+    @property
+    def keepers(self) -> int:
+        """How many managed blocks keep their activations in the latest pass, after they were measured."""
+        if self._per_byte is None:
+            return 0
+        pairs = zip(self._policies, self._managed, strict=True)
+        return sum(policy == "keep" and fallback is not None for policy, fallback in pairs)
 
     @property
     def measured(self) -> bool:
@@ -98,6 +108,25 @@ class ActivationGovernor:
         """Add bytes that coming steps will use beyond what was learned."""
         if self._transient is not None:
             self._transient += more
+
+    def overrun(self) -> None:
+        """Memory ran out in the latest pass: one of its size, or larger, keeps nothing from now on."""
+        self._too_large = min(self._size, self._too_large or self._size)
+        self._policies = [fallback or "keep" for fallback in self._managed]
+        self.kept = 0
+
+    def need(self, growth: float) -> int | None:
+        """Return what a pass takes beyond its base that is `growth` times the largest so far.
+
+        Args:
+            growth: At least 1.
+
+        Returns:
+            Bytes, if no managed block keeps its activations; None while nothing is known.
+        """
+        if self._transient is None or self._per_byte is None:
+            return None
+        return int(self._transient * max(growth * self.largest / self._transient_input, 1.0))
 
     def enter(self, block: PagedBlock, args: Any, kwargs: Any) -> None:
         """Decide at the first block of a pass; give every managed block its policy."""
@@ -153,6 +182,7 @@ class ActivationGovernor:
             )
         self.base = min(self.base or used, used)
         self.largest = max(self.largest, size)
+        self._size = size
         managed = [index for index, fallback in enumerate(self._managed) if fallback is not None]
         self._policies = [fallback or "keep" for fallback in self._managed]
         if self._per_byte is None:
@@ -165,6 +195,8 @@ class ActivationGovernor:
         if self._transient is not None and not self.hold:
             transient = self._transient * max(1.0, size / self._transient_input)
             keep = int(max(0, self.room - used - transient) // each)
+        if self._too_large is not None and size >= self._too_large:
+            keep = 0
         chosen = managed[max(0, len(managed) - keep) :]
         for index in chosen:
             self._policies[index] = "keep"

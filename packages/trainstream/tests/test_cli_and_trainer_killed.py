@@ -166,7 +166,7 @@ def test_it_goes_on_exactly(place, whole, killed, monkeypatch, method, moment):
     kept = sorted(
         path.name for path in (place / name).iterdir() if not path.name.startswith(("adapter", "model"))
     )
-    assert kept == ["checkpoint-2", "checkpoint-4", "result.json"]
+    assert kept == ["checkpoint-2", "checkpoint-4", "events.jsonl", "result.json"]
     if not resident:
         gc.collect()
         assert not list(files.iterdir())

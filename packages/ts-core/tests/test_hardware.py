@@ -543,3 +543,11 @@ def test_every_figure_of_a_device_is_measured(device, monkeypatch, tmp_path):
         assert profile.vram_bytes > 0
         assert torch.zeros(3, device=device).sum().item() == 0  # no error is left pending
     assert profile_hardware(device) == profile
+
+
+def test_a_kept_profile_is_read_and_none_is_measured(place):
+    assert hardware.kept_profile("cpu") is None
+    made = profile_hardware("cpu")
+    assert hardware.kept_profile("cpu") == made
+    assert hardware.kept_profile("cpu", quick=False) is None
+    assert len(place) == 1

@@ -84,3 +84,14 @@ def test_updates_behind_the_step_take_fewer(asked, guarded, machine, monkeypatch
     optimizer.step()
     optimizer.synchronize()
     assert seen == [asked or (15 if guarded else 1)]
+
+
+def test_counters_are_the_counting_part_of_the_stats():
+    parameter = torch.nn.Parameter(torch.ones(4))
+    optimizer = OffloadAdamW([parameter])
+    parameter.grad = torch.ones(4)
+    optimizer.step()
+    optimizer.synchronize()
+    counters, stats = optimizer.counters(), optimizer.stats()
+    assert counters["steps"] == 1
+    assert counters == {name: stats[name] for name in counters}

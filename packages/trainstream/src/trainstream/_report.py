@@ -15,7 +15,7 @@ from ts_optim.gradients import gradient_of
 from ts_paging.files import locate
 from ts_quant import QuantizedTensor
 
-__all__ = ["memory_report"]
+__all__ = ["block_table", "memory_report", "moved_bytes", "tier_bytes"]
 
 
 def memory_report(model: nn.Module) -> dict[str, Any]:
@@ -63,14 +63,20 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         },
         "plan": {**session.plan.to_dict(), "history": [dict(entry) for entry in session.history]},
         "experts": {"copied": 0},
-        "tiers": _tiers(session, stats),
-        "moved": _moved(session, stats),
+        "tiers": tier_bytes(session),
+        "moved": moved_bytes(session, stats),
         "times": {key: value for key, value in stats.items() if key.endswith("_s")},
-        "blocks": _table(session),
+        "blocks": block_table(session),
     }
 
 
-def _moved(session: Session, stats: dict[str, Any]) -> dict[str, int]:
+def moved_bytes(session: Session, stats: dict[str, Any]) -> dict[str, int]:
+    """Return what was copied so far: `h2d_bytes`, `d2h_bytes`, `disk_read_bytes`.
+
+    Args:
+        session: Of the wrapped model.
+        stats: The optimizer's `stats()` or `counters()`, or an empty dictionary.
+    """
     moved = {key: int(stats.get(key, 0)) for key in ("h2d_bytes", "d2h_bytes")}
     moved["disk_read_bytes"] = 0
     pager = session.pager
@@ -82,7 +88,9 @@ def _moved(session: Session, stats: dict[str, Any]) -> dict[str, int]:
     return moved
 
 
-def _tiers(session: Session, stats: dict[str, Any]) -> dict[str, int]:
+def tier_bytes(session: Session) -> dict[str, int]:
+    """Count the bytes that are now in each tier; see `memory_report`."""
+    stats = session.optimizer.stats() if hasattr(session.optimizer, "stats") else {}  # type: ignore[union-attr]
     tiers = {"device": 0, "peer": 0, "host": 0, "disk": 0}
     if session.pager is not None:
         tiers["device"] += sum(slot.buffer.numel() for slot in session.pager.slots)
@@ -115,7 +123,8 @@ def _in_files(tensor: Tensor) -> bool:
         return locate(tensor.detach()) is not None
 
 
-def _table(session: Session) -> list[dict[str, Any]]:
+def block_table(session: Session) -> list[dict[str, Any]]:
+    """Return one row per block; see `memory_report`."""
     parameters = dict(session.model.named_parameters(remove_duplicate=False))
     rows = []
     hooked = (*session.pager.blocks, *session.pager.edges) if session.pager is not None else ()

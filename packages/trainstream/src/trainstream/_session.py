@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import os
 import resource
 import sys
 import time
@@ -15,6 +16,8 @@ import torch
 from torch import nn
 
 from trainstream._reach import ReachCheck
+from trainstream._recorder import VARIABLE, Recorder
+from trainstream._tracer import TRACE_VARIABLE, Tracer
 from ts_core.blocks import BlockMap
 from ts_core.plan import Plan
 from ts_core.trace import EventLog
@@ -53,6 +56,8 @@ class Session:
         adapting: True while the session still tunes itself.
         placement: Where the optimizer kept state of CUDA parameters before; None if that was not changed.
         undo: What `unwrap()` calls beside taking back what it knows of.
+        recorders: The event files that are written.
+        tracer: Records some steps for a timeline, if that was asked for.
         history: Measurements of the latest steps: ``step``, ``step_s`` (seconds since the previous step, 0.0
             for the first),
             ``device_peak_bytes`` (0 on the CPU) and ``host_peak_bytes`` (peak resident size of the process).
@@ -85,6 +90,8 @@ class Session:
         self.steps = 0
         self.placement: PlacePolicy | None = None
         self.undo: list[Callable[[], None]] = []
+        self.recorders: list[Recorder] = []
+        self.tracer: Tracer | None = None
         self._last: float | None = None
         self._hooks: list[RemovableHandle] = []
         self._reach: ReachCheck | None = None
@@ -104,6 +111,39 @@ class Session:
             ]
         if self.tuner is not None:
             self.tuner.start()
+        if os.environ.get(VARIABLE):
+            self.record(os.environ[VARIABLE])
+        if os.environ.get(TRACE_VARIABLE):
+            self.trace(os.environ[TRACE_VARIABLE])
+
+    def record(self, path: str | os.PathLike[str]) -> Recorder:
+        """Write an event file from now on: a JSON line for every step and event.
+
+        Args:
+            path: The file; lines are appended. Ranks above 0 write one of their own beside it.
+
+        Returns:
+            What writes it; it is closed by `unwrap()` and at the end of the process.
+
+        Raises:
+            OptionError: It cannot be written.
+        """
+        recorder = Recorder(self, path)
+        self.recorders.append(recorder)
+        return recorder
+
+    def tell(self, tokens: int) -> None:
+        """Tell the event files of tokens that are trained on; it costs a call and an addition."""
+        for recorder in self.recorders:
+            recorder.tell(tokens)
+
+    def trace(self, path: str | os.PathLike[str]) -> None:
+        """Record the first settled steps with torch's profiler, as a Chrome trace.
+
+        Args:
+            path: The file, `.json` or `.json.gz`; it is written when the steps are over.
+        """
+        self.tracer = Tracer(path)
 
     def stop(self) -> None:
         """Drain pending work and remove the session's hooks."""
@@ -113,8 +153,17 @@ class Session:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.end_records()
         if self.tuner is not None:
             self.tuner.stop()
+
+    def end_records(self) -> None:
+        """Complete the trace and the event files."""
+        if self.tracer is not None:
+            self.tracer.finish(self)
+        for recorder in self.recorders:
+            recorder.close()
+        self.recorders.clear()
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self._reach is not None:
@@ -135,6 +184,10 @@ class Session:
         self._last = now
         if self.tuner is not None:
             self.tuner.after_step(self)
+        for recorder in self.recorders:
+            recorder.step(self, self.history[-1])
+        if self.tracer is not None:
+            self.tracer.step(self)
         if self._reach is not None and self._reach.after(optimizer):
             reach, self._reach = self._reach, None
             reach.finish()

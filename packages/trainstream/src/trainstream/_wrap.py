@@ -25,6 +25,7 @@ from trainstream._device import answer_with
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers, asked, start_paging
+from trainstream._recorder import check_environment
 from trainstream._session import Instead, Session, converting, session_of, zero_grad
 from trainstream._staging import bring_back, commit, stage
 from trainstream._tuner import Tuner, settle
@@ -83,6 +84,7 @@ def wrap(
     if session_of(model) is not None:
         raise StateError("wrap(model): the model is wrapped already; call trainstream.unwrap(model) first")
     checked = WrapOptions.from_kwargs(**options)
+    check_environment()
     blocks = find_blocks(model, checked.blocks)
     device = _target_device(model, checked)
     use_fast_copies(device, checked)

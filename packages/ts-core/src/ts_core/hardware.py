@@ -38,6 +38,7 @@ __all__ = [
     "HardwareProfile",
     "RateFunction",
     "cache_dir",
+    "kept_profile",
     "profile_hardware",
     "register_rates",
     "seconds_per_call",
@@ -493,3 +494,25 @@ def profile_hardware(
             if not _write(path, key, profile):
                 _unsaved[name] = profile
             return profile
+
+
+def kept_profile(device: str | torch.device, quick: bool = True) -> HardwareProfile | None:
+    """Return the profile that `profile_hardware` would read from its file; nothing is measured.
+
+    Args:
+        device: As for `profile_hardware`.
+        quick: As for `profile_hardware`.
+
+    Returns:
+        The profile, or None if there is none that holds for this machine as it is now.
+
+    Raises:
+        DeviceError: No such device.
+
+    Example:
+        >>> kept_profile("cpu")  # doctest: +SKIP
+    """
+    folder = _disk_folder()
+    key = _key(find_device("kept_profile", device), quick, folder)
+    path = _path(key)
+    return _read(path, key) or _unsaved.get(json.dumps([str(path), key], sort_keys=True))

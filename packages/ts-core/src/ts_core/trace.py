@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -29,6 +30,10 @@ class EventLog:
 
     Each one also goes to `logging.getLogger("trainstream")`. Threads may add at the same time.
 
+    Attributes:
+        level: Level at which each event is logged.
+        listeners: Called with each new event, on the thread that adds it.
+
     Example:
         >>> log = EventLog()
         >>> log.add("optimizer state: host")
@@ -43,6 +48,7 @@ class EventLog:
             level: Level at which each event is logged; a verbose session passes `logging.WARNING`.
         """
         self.level = level
+        self.listeners: list[Callable[[str], object]] = []
         self._events: list[str] = []
         self._lock = threading.Lock()
 
@@ -64,6 +70,8 @@ class EventLog:
                 return
             self._events.append(event)
         LOGGER.log(self.level, "%s", event)
+        for listener in list(self.listeners):
+            listener(event)
 
     def __len__(self) -> int:
         """Count the events."""

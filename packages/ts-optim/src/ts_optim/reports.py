@@ -130,9 +130,16 @@ class Reports(torch.optim.Optimizer):
             "mode_reason": self._choice.reason,
             "nonfinite": self._nonfinite,
             "first_nonfinite": self._first_nonfinite,
-            **self._moved,
-            **self._clock.read(),
+            **self.counters(),
         }
+
+    def counters(self) -> dict[str, Any]:
+        """Return those entries of `stats()` that only count: cheap enough for every step.
+
+        Returns:
+            d2h_bytes, h2d_bytes, steps, skipped_steps, kernel_s, norm_s, wait_s; see `stats`.
+        """
+        return {**self._moved, **self._clock.read()}
 
     def tensor_stats(self) -> dict[str, dict[str, float]]:
         """Return what `measure_updates` found in the last step, for each parameter that was updated.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from ts_core import registry
 from ts_core.errors import StateError
 from ts_core.guard import guard, guard_of, release
+from ts_core.trace import span
 
 from .activations import ActivationStore, HostActivations
 from .block import PagedBlock
@@ -66,6 +68,8 @@ class WeightPager:
         governor: Decides about saved activations pass by pass; None leaves each block's policy as it is.
         host_bytes: Bytes of weights copied from host memory to slots so far, as stored.
         disk_bytes: Bytes of weights read from files to slots so far, as stored.
+        wait_s: Seconds that computing threads spent until weights were in their slots, decoding on the CPU
+            included; what a GPU's stream waits is not known here.
         short: Whether memory for saved activations was short once: every second block that would offload
             recomputes from then on.
         when_short: Called when that happens.
@@ -106,6 +110,7 @@ class WeightPager:
         self._offloading = 0
         self.host_bytes = 0
         self.disk_bytes = 0
+        self.wait_s = 0.0
         self.blocks: list[PagedBlock] = []
         self.edges: list[PagedBlock] = []
         self.slots: list[Slot] = []
@@ -376,12 +381,18 @@ class WeightPager:
     def _finish(self, slot: Slot) -> None:
         """Wait for what is on its way into a slot: the current stream on a GPU, else this thread."""
         arriving, slot.arriving = slot.arriving, []
+        if not arriving:
+            return
+        start = time.perf_counter()
         try:
-            for arrive in arriving:
-                arrive()
+            with span("ts/paging/wait"):
+                for arrive in arriving:
+                    arrive()
         except BaseException:
             slot.owner = None
             raise
+        finally:
+            self.wait_s += time.perf_counter() - start
 
     def _move(
         self, source: Tensor, target: Tensor | None, batch: _Batch
@@ -459,6 +470,7 @@ def _decoding(
             if arrive is not None:
                 arrive()
         packed = {key: part for key, (part, _) in parts.items()}
-        codec.decode(packed, shape, target.dtype, meta, out=target)
+        with span("ts/paging/decode"):
+            codec.decode(packed, shape, target.dtype, meta, out=target)
 
     return decode

@@ -26,7 +26,7 @@ from trainstream.cli.data import load_data, read_sources, spread
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import FIXED_ON_RESUME, Settings, changed, merge
 from trainstream.integrations._plan_file import read_plan, write_plan
-from ts_core.errors import CheckpointError, OptionError
+from ts_core.errors import CheckpointError, OptionError, StorageError
 from ts_core.memory import format_bytes
 from ts_core.usage import PeakSampler
 from ts_hf.tokens import Rows
@@ -34,7 +34,7 @@ from ts_hf.tokens import Rows
 __all__ = ["run"]
 
 BUILT_IN_STEPS = 80
-RUNS = Path("runs")
+RUNS = output.RUNS
 # What wrap() is told by a key of its own.
 _OWN_KEYS = {
     "lr": "learning_rate",
@@ -331,7 +331,14 @@ class _Run:
         if self.total_steps <= self.progress.step:
             self.console.note(f"nothing to train: step {self.progress.step} of {self.total_steps} is done")
         self.console.start_bar(self.total_steps, self.progress.step)
+        events, before = self.output_dir / output.EVENTS_FILE, self.progress.step
+        fresh = not events.exists()
+        full = False
         try:
+            if self.settings.events:
+                self.session.record(events)
+            if self.settings.trace:
+                self.session.trace(self.output_dir / output.TRACE_FILE)
             loop.train(
                 self.model,
                 self.optimizer,
@@ -344,8 +351,14 @@ class _Run:
                 interrupt=self.interrupt,
                 save=self._save_checkpoint,
             )
+        except StorageError:
+            full = True  # what was written is in the way
+            raise
         finally:
             self.console.close_bar()
+            self.session.end_records()
+            if fresh and (full or self.progress.step == before):
+                events.unlink(missing_ok=True)
 
     def _save_checkpoint(self) -> Path:
         final = self.output_dir / f"checkpoint-{self.progress.step}"

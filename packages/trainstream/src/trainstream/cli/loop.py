@@ -196,11 +196,15 @@ def train(
             loss = chunked_loss(model, to_device(micro, device), items, settings.loss_chunk_size)
             loss.backward()  # type: ignore[no-untyped-call]
             step_loss += loss.detach()
+        trained = sum(micro["input_ids"].numel() for micro in batches)
+        session = session_of(model)
+        if session is not None:
+            session.tell(trained)  # for the event file
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)
         progress.step += 1
-        progress.tokens += sum(micro["input_ids"].numel() for micro in batches)
+        progress.tokens += trained
         progress.seconds += time.perf_counter() - start
         since_log.append(step_loss)
         _report(model, scheduler, settings, total_steps, progress, console, since_log)
@@ -236,6 +240,9 @@ def _report(
         loss = float(torch.stack(since_log).mean())
         since_log.clear()
         progress.losses.append((progress.step, loss))
+        session = session_of(model)
+        for recorder in session.recorders if session is not None else ():
+            recorder.loss(progress.step, loss)
         tiers = trainstream.memory_report(model)["tiers"]
         console.event(
             "step",

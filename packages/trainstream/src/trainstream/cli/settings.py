@@ -204,6 +204,8 @@ class Settings:
         None, _optional(_size), "GPU memory to use at most; what is beyond it lives in RAM", "vram_budget"
     )
     disk: int | None = _key(None, _optional(_size), "disk space to use at most for that", "disk_budget")
+    events: bool = _key(True, _bool, "write events.jsonl into output_dir, for trainstream top and report")
+    trace: bool = _key(False, _bool, "write trace.json.gz: a timeline of three settled steps, for report")
     trust_remote_code: bool = _key(False, _bool, "run model code that comes with a hub model")
     export_decoded_base: str | None = _key(
         None, _optional(_str), "folder for the base exactly as trained on (decoded), loadable by transformers"
@@ -229,8 +231,9 @@ ALIASES = {alias: name for name, entry in _FIELDS.items() for alias in entry.met
 
 # What a resumed run may be told anew; the rest is part of what makes it the same run.
 FIXED_ON_RESUME = frozenset(_FIELDS) - {
-    "device", "disk", "eval_batches", "export_decoded_base", "logging_steps", "max_steps", "num_train_epochs",
-    "ram", "resume_from_checkpoint", "save_steps", "save_total_limit", "threads", "vram", "wrap",
+    "device", "disk", "eval_batches", "events", "export_decoded_base", "logging_steps", "max_steps",
+    "num_train_epochs", "ram", "resume_from_checkpoint", "save_steps", "save_total_limit", "threads", "trace",
+    "vram", "wrap",
 }  # fmt: skip
 
 

@@ -8,6 +8,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from trainstream._meter import Meter
+from trainstream._session import Session
+
 __all__ = ["LogMetrics"]
 
 _GB = 1e9
@@ -18,6 +21,7 @@ class LogMetrics:
 
     Args:
         optimizer: An `OffloadAdamW`, or anything with `stats()`; other optimizers give zeros.
+        session: Of the wrapped model, if there is one; without it the bound is not known.
 
     Example:
         >>> metrics = LogMetrics(optimizer)  # doctest: +SKIP
@@ -25,9 +29,11 @@ class LogMetrics:
         1834.0
     """
 
-    def __init__(self, optimizer: Optimizer) -> None:
+    def __init__(self, optimizer: Optimizer, session: Session | None = None) -> None:
         """Start counting now."""
         self.optimizer = optimizer
+        self._session = session
+        self._meter = Meter(session) if session is not None else None
         self._tokens = 0
         self._time = time.perf_counter()
         self._last = self._counters()
@@ -35,21 +41,30 @@ class LogMetrics:
     def count_tokens(self, tokens: int) -> None:
         """Add tokens that were trained on."""
         self._tokens += tokens
+        if self._session is not None and self._meter is not None:
+            self._meter.tell(tokens)
+            self._session.tell(tokens)
 
-    def take(self) -> dict[str, float]:
+    def take(self) -> dict[str, Any]:
         """Return the entries, and start the next interval.
 
         Returns:
             `ts_pinned_gb` (page-locked host memory), `ts_host_state_gb` (optimizer state in RAM),
             `ts_h2d_gb`, `ts_d2h_gb` (copied between host and device since the last call), `ts_stall_s`
             (seconds the training thread waited for updates or copies since then), `ts_peak_vram_gb`,
-            `ts_tokens_per_s`. 1 GB = 1e9 bytes.
+            `ts_tokens_per_s`. 1 GB = 1e9 bytes. With a session also `ts_share_of_bound` (the least time that
+            its limiter needed, over the time it took) and `ts_limiter`: "gpu", "cpu", "h2d", "d2h", "dram",
+            "disk", "launch" or "unknown".
         """
         now, counters = time.perf_counter(), self._counters()
         moved = {key: counters[key] - self._last[key] for key in ("h2d_bytes", "d2h_bytes", "stall_s")}
         elapsed = max(now - self._time, 1e-9)
         tokens, self._tokens = self._tokens, 0
         self._time, self._last = now, counters
+        bound: dict[str, Any] = {}
+        if self._session is not None and self._meter is not None:
+            verdict = self._meter.take(self._session, elapsed).verdict
+            bound = {"ts_share_of_bound": verdict.share, "ts_limiter": verdict.limiter}
         return {
             "ts_pinned_gb": counters["pinned_bytes"] / _GB,
             "ts_host_state_gb": counters["host_state_bytes"] / _GB,
@@ -58,6 +73,7 @@ class LogMetrics:
             "ts_stall_s": moved["stall_s"],
             "ts_peak_vram_gb": _peak_vram_bytes() / _GB,
             "ts_tokens_per_s": tokens / elapsed,
+            **bound,
         }
 
     def _counters(self) -> dict[str, float]:

@@ -108,6 +108,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
               time, so that logits never exist as a whole. If it is not given and the model or the arguments
               do not allow it (no decoder and output head found, label smoothing, `compute_loss_func`), the
               model's own loss is used and a warning says why; if it is given as True, that is an error.
+            - `events` (None): a file for JSON lines, one for every step and event; see the page "events".
             - `packing` (False): not in this release.
         **kwargs: As `Trainer`.
 
@@ -130,6 +131,10 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         size = options.pop("loss_chunk_size", None)
         self._chunk_size_asked = None if size is None else integer("loss_chunk_size", size, minimum=1)
         self._loss_chunk_size = self._chunk_size_asked or _CHUNK_SIZE
+        events = options.pop("events", None)
+        if events is not None and not isinstance(events, (str, os.PathLike)):
+            raise OptionError(f"option events: expected a path or None, given {type(events).__name__}")
+        self._events_file: str | os.PathLike[str] | None = events
         not_yet("packing", options.pop("packing", False), (False,))
         for name in options.keys() & _FROM_ARGUMENTS.keys():
             raise OptionError(
@@ -208,7 +213,10 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             # accelerate would copy all optimizer state to the GPU and back; state stays where wrap put it.
             self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
             self.optimizer._is_accelerate_prepared = True  # so that prepare() leaves it alone
-            self._metrics = LogMetrics(wrapped)
+            session = session_of(self.model)
+            self._metrics = LogMetrics(wrapped, session)
+            if session is not None and self._events_file is not None:
+                session.record(self._events_file)
         session = session_of(self.model)
         if self._saved_plan is not None and session is not None:
             self._saved_plan.check(session)
@@ -299,6 +307,9 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         """Log, with TrainStream's metrics beside the training loss."""
         if self._metrics is not None and "loss" in logs:
             logs.update(self._metrics.take())
+            session = session_of(self.model)
+            for recorder in session.recorders if session is not None else ():
+                recorder.loss(self.state.global_step, logs["loss"])
         super().log(logs, *args, **kwargs)
 
     # ---------------------------------------------------------------------------------- checkpoints

@@ -44,6 +44,7 @@ ENGINES = {
     "trainstream-offload": "activations of every block but the last on the host",
     "trainstream-recompute": "every block recomputed",
     "trainstream-full": "fp32 weights under bf16 autocast, options by --wrap",
+    "trainstream-full-eager": "the same, updated during backward (OffloadAdamW's eager=True)",
     "trainstream-full-bf16": "bf16 weights, fp32 masters on the host, options by --wrap",
     "stock": "plain PyTorch / PEFT, resident, fused AdamW",
     "stock-ckpt": "the same with transformers' checkpointing",
@@ -269,6 +270,8 @@ def make(setting: Setting) -> Engine:
     if is_ours(engine):
         import trainstream
 
+        if engine.endswith("-eager"):
+            optimizer = trainstream.OffloadAdamW(trained, lr=setting.lr, eager=True)
         model, optimizer = trainstream.wrap(model, optimizer, **options)
 
     def step() -> None:

@@ -53,6 +53,9 @@ inline void check_blocks(const BlockLayout& layout, const TensorView& dense, con
 }
 
 void bind_bnb(nb::module_& m);
+void bind_fp_published(nb::module_& m);
+void bind_gguf(nb::module_& m);
+void bind_groups(nb::module_& m);
 void bind_int8(nb::module_& m);
 void bind_nested(nb::module_& m);
 void bind_nf4(nb::module_& m);

@@ -54,6 +54,36 @@ def dequantize_fp4_dq(
 def dequantize_int8_rows(
     codes: torch.Tensor, row_absmax: torch.Tensor, out: torch.Tensor, columns: int, threads: int = 0
 ) -> None: ...
+def dequantize_gguf(blocks: torch.Tensor, out: torch.Tensor, type: int, threads: int = 0) -> None: ...
+def dequantize_groups(
+    codes: torch.Tensor,
+    zeros: torch.Tensor,
+    scales: torch.Tensor,
+    g_idx: torch.Tensor,
+    out: torch.Tensor,
+    group_size: int,
+    bits: int,
+    awq: bool,
+    zero_offset: int,
+    threads: int = 0,
+) -> None: ...
+def dequantize_published_fp4(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    tensor_scale: torch.Tensor,
+    out: torch.Tensor,
+    kind: int,
+    transposed: bool,
+    threads: int = 0,
+) -> None: ...
+def dequantize_published_fp8(
+    codes: torch.Tensor,
+    scales: torch.Tensor,
+    out: torch.Tensor,
+    tile_rows: int,
+    tile_columns: int,
+    threads: int = 0,
+) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
 def pool_address() -> int: ...

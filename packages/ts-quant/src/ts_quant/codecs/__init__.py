@@ -11,15 +11,24 @@ from ts_core.hardware import register_rates
 from .base import Packed, PackedCodec, Part, check_parts, decode, parts_of
 from .blockwise import BlockCodec
 from .bnb import BNB_FP4_CODEC, BNB_INT8_CODEC
+from .fp_published import FP8_EXPORT_CODEC, MXFP4_CODEC, NVFP4_EXPORT_CODEC
+from .gguf import GGUF_CODECS
+from .groups import AWQ_CODEC, GPTQ_CODEC
 from .int8 import INT8_CODEC
 from .meta import Meta
 from .nf4 import NF4_CODEC
 
 __all__ = [
+    "AWQ_CODEC",
     "BNB_FP4_CODEC",
     "BNB_INT8_CODEC",
+    "FP8_EXPORT_CODEC",
+    "GGUF_CODECS",
+    "GPTQ_CODEC",
     "INT8_CODEC",
+    "MXFP4_CODEC",
     "NF4_CODEC",
+    "NVFP4_EXPORT_CODEC",
     "BlockCodec",
     "Meta",
     "Packed",
@@ -32,4 +41,7 @@ __all__ = [
 
 for _codec in (NF4_CODEC, INT8_CODEC, BNB_FP4_CODEC, BNB_INT8_CODEC):
     registry.register_codec(_codec)
+_PUBLISHED = (GPTQ_CODEC, AWQ_CODEC, MXFP4_CODEC, NVFP4_EXPORT_CODEC, FP8_EXPORT_CODEC)
+for _published in (*GGUF_CODECS.values(), *_PUBLISHED):
+    registry.register_codec(_published)
 register_rates("decode_weights_per_s", "ts_quant.rates:decode_rates")

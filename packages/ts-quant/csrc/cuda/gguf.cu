@@ -1,0 +1,86 @@
+// GGUF blocks on the GPU, bit for bit the results of csrc/cpu/gguf.cpp.
+// Blocks have sizes such as 18 or 210 bytes, so a tile of them is brought to shared memory in
+// 16-byte words, and every thread unpacks eight values at a time out of it.
+#include "blocks.cuh"
+#include "gguf.h"
+#include "gguf_blocks.h"
+
+namespace ts::quant {
+namespace {
+
+constexpr int kTileValues = 4096;
+
+template <typename T>
+__device__ __forceinline__ void store8(T* out, const float* v, bool wide) {
+  if (wide) {
+#pragma unroll
+    for (int i = 0; i < 8; i += Word<T>::kElements)
+      *reinterpret_cast<uint4*>(out + i) = Word<T>::make(v + i);
+  } else {
+    for (int i = 0; i < 8; ++i) out[i] = narrow<T>(v[i]);
+  }
+}
+
+template <typename Block, typename T>
+__global__ void gguf_kernel(const uint8_t* __restrict__ blocks, T* __restrict__ out, int64_t count,
+                            bool wide_in, bool wide_out) {
+  constexpr int kTile = kTileValues / Block::kValues;  // blocks; a multiple of 16 bytes of them
+  static_assert(kTile * Block::kBytes % 16 == 0);
+  __shared__ __align__(16) uint8_t staged[kTile * Block::kBytes];
+  const int64_t tiles = (count + kTile - 1) / kTile;
+  for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    const int64_t first = tile * kTile;
+    const int here = static_cast<int>(count - first < kTile ? count - first : kTile);
+    const uint8_t* source = blocks + first * Block::kBytes;
+    const int bytes = here * Block::kBytes;
+    const int words = wide_in ? bytes / 16 : 0;
+    for (int i = threadIdx.x; i < words; i += kThreads)
+      reinterpret_cast<uint4*>(staged)[i] = __ldg(reinterpret_cast<const uint4*>(source) + i);
+    for (int i = words * 16 + threadIdx.x; i < bytes; i += kThreads) staged[i] = __ldg(source + i);
+    __syncthreads();
+    for (int e = 8 * threadIdx.x; e < here * Block::kValues; e += 8 * kThreads) {
+      float v[8];
+      Block::template run<8>(staged + e / Block::kValues * Block::kBytes, e % Block::kValues, v);
+      store8(out + first * Block::kValues + e, v, wide_out);
+    }
+    __syncthreads();  // before the next tile overwrites what others still read
+  }
+}
+
+template <typename Block>
+void launch(const uint8_t* blocks, void* data, DType dtype, int64_t count, cudaStream_t stream) {
+  with_type(dtype, [&](auto* type) {
+    using T = std::remove_pointer_t<decltype(type)>;
+    gguf_kernel<Block, T><<<grid_for(count, kTileValues / Block::kValues), kThreads, 0, stream>>>(
+        blocks, static_cast<T*>(data), count, aligned(blocks, 16), aligned(data, 16));
+  });
+  cuda_check_launch("dequantize_gguf");
+}
+
+}  // namespace
+
+void launch_dequantize_gguf(const uint8_t* blocks, void* out, DType dtype, int64_t count,
+                            GgufType type, void* stream_pointer) {
+  if (count == 0) return;
+  const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  switch (type) {
+    case GgufType::kQ4_0:
+      return launch<GgufQ4_0>(blocks, out, dtype, count, stream);
+    case GgufType::kQ4_1:
+      return launch<GgufQ4_1>(blocks, out, dtype, count, stream);
+    case GgufType::kQ5_0:
+      return launch<GgufQ5_0>(blocks, out, dtype, count, stream);
+    case GgufType::kQ5_1:
+      return launch<GgufQ5_1>(blocks, out, dtype, count, stream);
+    case GgufType::kQ8_0:
+      return launch<GgufQ8_0>(blocks, out, dtype, count, stream);
+    case GgufType::kQ4_K:
+      return launch<GgufQ4_K>(blocks, out, dtype, count, stream);
+    case GgufType::kQ5_K:
+      return launch<GgufQ5_K>(blocks, out, dtype, count, stream);
+    case GgufType::kQ6_K:
+      return launch<GgufQ6_K>(blocks, out, dtype, count, stream);
+  }
+}
+
+}  // namespace ts::quant

@@ -149,6 +149,18 @@ def nest_in_logs(absmax: torch.Tensor) -> Packed:
     return {"absmax": codes.contiguous(), "nested_absmax": largest}
 
 
+def _check_reach(nested: Packed, name: str) -> None:
+    """Refuse scales near the largest float, whose mean or offset overflows: they would decode to NaN."""
+    largest = nested["nested_absmax"]
+    if "nested_map" not in nested or largest.is_meta or not largest.numel():
+        return
+    reach = largest.max() + nested["nested_map"][-1].abs()
+    if not bool(torch.isfinite(reach)):
+        expected = "scales whose mean and range float32 can hold"
+        hint = "Scale the tensor down, or use double_quant=False"
+        raise ArgumentError(message("quantize", name, expected, "values near the largest float", hint))
+
+
 class Nesting(NamedTuple):
     """How a block-wise format quantizes its scales.
 
@@ -212,6 +224,7 @@ class NestedBlockCodec(BlockCodec):
             return packed
         with torch.no_grad():
             nested = self._nesting.nest(packed.pop("absmax"))
+            _check_reach(nested, name)
             if self._nesting.recode is not None:
                 packed = {"codes": self._nesting.recode(tensor, nested, described.block_size)}
         return {**packed, **nested}

@@ -91,7 +91,12 @@ def _tensors(model: nn.Module, optimizer: Optimizer | None) -> list[Tensor]:
 
 
 def limits(
-    model: nn.Module, optimizer: Optimizer | None, device: torch.device, options: WrapOptions, directory: str
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    device: torch.device,
+    options: WrapOptions,
+    directory: str,
+    others: int | None = None,
 ) -> Limits:
     """Work out the limits from options, environment and what the machine has free now.
 
@@ -101,20 +106,23 @@ def limits(
         device: Where the model computes.
         options: The budgets and the headroom.
         directory: Where files would be made.
+        others: Bytes that something else in this process uses, where that is known: of a model that is
+            wrapped already, slots and buffers are neither its tensors nor others'.
     """
     tensors = _tensors(model, optimizer)
     own_ram = sum(_in_ram(t) for t in tensors)
     disk = memory.disk_budget(directory)
     if options.disk_budget is not None:
         disk = min(disk, options.disk_budget)
-    others = max(host_used() - own_ram, 0)
+    cpu = device.type == "cpu"
+    outside = others if others is not None and cpu else max(host_used() - own_ram, 0)
     ram = memory.host_budget().available_bytes + own_ram
     if options.ram_budget is not None:
-        ram = min(ram, options.ram_budget - others)
-    if device.type == "cpu":
+        ram = min(ram, options.ram_budget - outside)
+    if cpu:
         cap = options.ram_budget
         if cap is None:
-            return Limits(Budgets(ram, None, disk), None, host_used, ram)
+            return Limits(Budgets(ram, None, disk), None, host_used, ram, others=outside)
         # Left unplanned: what the heap loses between blocks, and what the kernel needs for mapped files.
         spare = (
             max(ram, 0) // 12
@@ -123,16 +131,24 @@ def limits(
         )
         room = cap - spare
         budgets = Budgets(ram - spare, None, disk)
-        return Limits(budgets, cap, _Meter(cap), room, others=others)
-    return _device_limits(tensors, device, options, ram, disk)
+        return Limits(budgets, cap, _Meter(cap), room, others=outside)
+    return _device_limits(tensors, device, options, ram, disk, others)
 
 
 def _device_limits(
-    tensors: list[Tensor], device: torch.device, options: WrapOptions, ram: int, disk: int
+    tensors: list[Tensor],
+    device: torch.device,
+    options: WrapOptions,
+    ram: int,
+    disk: int,
+    others: int | None = None,
 ) -> Limits:
     own = sum(t.numel() * t.element_size() for t in tensors if t.device == device)
     allocated = torch.cuda.memory_allocated(device)
-    others = max(allocated - own, 0)
+    if others is None:
+        others = max(allocated - own, 0)
+    else:
+        own = max(allocated - others, own)
     now = memory.device_budget(device)
     free = now.available_bytes + now.cached_bytes + own
     cap = None

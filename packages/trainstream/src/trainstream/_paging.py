@@ -15,7 +15,8 @@ import ts_paging
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from ts_core import registry
-from ts_core.errors import OptionError
+from ts_core.errors import DoesNotFitError, OptionError
+from ts_core.memory import format_bytes
 from ts_core.planner import Layout
 from ts_paging.activations import ActivationStore, FileActivations, HostActivations
 from ts_paging.files import FileTensors, locate
@@ -188,6 +189,22 @@ class Tiers:
             return torch.empty_strided(size, stride, dtype=dtype)
         raw = registry.host_allocator().empty(tensor.numel() * dtype.itemsize)
         return raw.view(dtype).as_strided(size, stride)
+
+    def set_budget(self, budget: int | None) -> None:
+        """Let files take so many bytes from now on; None: as much as the disk has.
+
+        Raises:
+            DoesNotFitError: They take more already.
+        """
+        used = 0 if self.files is None else self.files.used_bytes
+        if budget is not None and used > budget:
+            raise DoesNotFitError(
+                f"{format_bytes(used)} are in files already, where {format_bytes(budget)} may be: give more "
+                "RAM or VRAM first, so that groups return from there"
+            )
+        self._budget = budget
+        if self.files is not None:
+            self.files.store.budget_bytes = budget
 
     def close(self) -> None:
         """Remove the files."""

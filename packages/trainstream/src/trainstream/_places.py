@@ -158,7 +158,7 @@ class Places:
         if governor is not None:
             governor.overrun()
             return
-        for block, fallback in zip(self._pager_of(session).blocks, self.want.fallback, strict=True):
+        for block, fallback in zip(self.pager_of(session).blocks, self.want.fallback, strict=True):
             if fallback is not None and block.policy == "keep":
                 block.policy = fallback
 
@@ -180,7 +180,7 @@ class Places:
         synchronize = getattr(session.optimizer, "synchronize", None)
         if synchronize is not None:
             synchronize()
-        pager = self._pager_of(session)
+        pager = self.pager_of(session)
         policies = {block.name: block.policy for block in pager.blocks}
         counts = {b.name: (b.runs, b.fills) for b in (*pager.blocks, *pager.edges)}
         pager.detach()
@@ -202,7 +202,7 @@ class Places:
             else:
                 release_free_memory()
 
-    def _pager_of(self, session: Session) -> WeightPager:
+    def pager_of(self, session: Session) -> WeightPager:
         """Return the session's pager; one that is at rest, or was never made, starts to page nothing."""
         pager = session.pager
         if pager is not None and (pager.blocks or pager.edges):

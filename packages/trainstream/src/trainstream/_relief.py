@@ -115,7 +115,7 @@ class Relief:
             What was done, in words.
         """
         session, places = self._session, self.places
-        self._stop_adapting()
+        self.pause_adapting()
         self.due = ""
         kept = places.keepers(session)
         if kept:
@@ -158,7 +158,7 @@ class Relief:
             return 0
         chosen = places.enough_of(candidates, wanted)
         freed = sum(map(places.gives, chosen))
-        self._stop_adapting()
+        self.pause_adapting()
         done = self.stream(chosen)
         places.write_down(self._session)
         self._session.events.add(f"{why}: {done}")
@@ -192,7 +192,7 @@ class Relief:
             )
         return freed
 
-    def _stop_adapting(self) -> None:
+    def pause_adapting(self) -> None:
         """What has just left must not return by what was measured before."""
         session = self._session
         if not session.adapting or session.tuner is None:

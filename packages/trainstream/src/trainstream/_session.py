@@ -9,15 +9,18 @@ import sys
 import time
 import types
 import weakref
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from trainstream._reach import ReachCheck
 from trainstream._recorder import VARIABLE, Recorder
+from trainstream._replay import run_again
+from trainstream._stepping import train_step
 from trainstream._tracer import TRACE_VARIABLE, Tracer
+from trainstream._watch import Watch
 from ts_core.blocks import BlockMap
 from ts_core.plan import Plan
 from ts_core.trace import EventLog
@@ -28,12 +31,16 @@ if TYPE_CHECKING:
 
     from trainstream._options import WrapOptions
     from trainstream._paging import Tiers
+    from trainstream._places import Places
+    from trainstream._rebudget import Size
+    from trainstream._relief import Relief
     from trainstream._tuner import Tuner
     from ts_optim.placement import PlacePolicy
     from ts_paging.pager import WeightPager
 
 __all__ = ["Instead", "Session", "converting", "session_of", "zero_grad"]
 
+_Result = TypeVar("_Result")
 _HISTORY = 64  # steps whose measurements are kept
 #: Anonymous and shared memory of this process just after ``import trainstream``; budgets count from there.
 baseline_bytes = 0
@@ -55,12 +62,16 @@ class Session:
         decisions: The lines that decided an ``"auto"`` option.
         adapting: True while the session still tunes itself.
         placement: Where the optimizer kept state of CUDA parameters before; None if that was not changed.
+        relief: Makes room where memory is short.
+        watch: Looks at memory once a step and at every input.
         undo: What `unwrap()` calls beside taking back what it knows of.
         recorders: The event files that are written.
         tracer: Records some steps for a timeline, if that was asked for.
         history: Measurements of the latest steps: ``step``, ``step_s`` (seconds since the previous step, 0.0
             for the first),
-            ``device_peak_bytes`` (0 on the CPU) and ``host_peak_bytes`` (peak resident size of the process).
+            ``device_peak_bytes`` (0 on the CPU) and ``host_peak_bytes`` (peak resident size of the process);
+            ``predicted_device_bytes`` and ``predicted_host_bytes`` (what the plan of that step reckons with:
+            weights, gradients, state, slots and activations of this model alone).
     """
 
     def __init__(
@@ -95,6 +106,88 @@ class Session:
         self._last: float | None = None
         self._hooks: list[RemovableHandle] = []
         self._reach: ReachCheck | None = None
+        self.relief: Relief
+        self.watch = Watch(self)
+
+    def adopt(self, places: Places) -> None:
+        """Take over what is known about the model's units."""
+        if self.tuner is not None:
+            self.tuner.share(places)
+        from trainstream._relief import Relief  # here: it needs this module
+
+        self.relief = Relief(self, places)
+
+    def replayed(self, run: Callable[[], _Result], undo: Callable[[], object] = lambda: None) -> _Result:
+        """Run forward and backward of one micro-batch; where memory runs out, make room and run it again.
+
+        Every bit is that of a run in which nothing happened: random numbers, buffers, gradients and counts
+        of accumulation are what they were. It runs again four times at most. Not with an optimizer that
+        updates during backward (``eager=True``), and not in a group of several ranks.
+
+        Args:
+            run: Runs both; holds no tensor of the pass beside what it returns.
+            undo: Takes back what else `run` has changed, before it runs again.
+
+        Returns:
+            What `run` returns.
+
+        Raises:
+            Exception: What `run` raised; where memory ran out, with what was tried.
+
+        Example:
+            >>> loss = session.replayed(lambda: forward_and_backward(batch))  # doctest: +SKIP
+        """
+        return run_again(self, run, undo)
+
+    def train_step(self, batches: Sequence[Any], loss: Callable[[Any, Any], Tensor] | None = None) -> Tensor:
+        """Run one optimizer step over micro-batches: forward, backward, step.
+
+            gradient = sum over micro-batches of d(loss / number of micro-batches)
+
+        Gradients are set to None first, and stay readable after the step. Where memory runs out in a
+        micro-batch, room is made and that micro-batch runs again; see `replayed`.
+
+        Args:
+            batches: The micro-batches: a mapping is given to the model as keyword arguments, a tuple or list
+                as positional ones, anything else as the only one.
+            loss: Given what the model returned and the micro-batch, returns the loss; None takes ``loss`` of
+                the output, or an output that is a single number.
+
+        Returns:
+            The mean of the losses, without a graph, where they are.
+
+        Raises:
+            ArgumentError: No micro-batch, or an output without a loss (also a ``ValueError``).
+            StateError: Nothing is trained (also a ``RuntimeError``).
+            torch.OutOfMemoryError: Memory ran out, and nothing could make room; with what was tried.
+
+        Example:
+            >>> loss = session.train_step([{"input_ids": ids, "labels": ids}])  # doctest: +SKIP
+        """
+        return train_step(self, batches, loss)
+
+    def set_budget(self, *, vram: Size = ..., ram: Size = ..., disk: Size = ...) -> None:
+        """Give this run other limits while it is under way; between two steps.
+
+        What does not fit any more leaves for its tier at once; what fits again returns when the next steps
+        have been measured. None of this changes a bit of the result.
+
+        Args:
+            vram: What ``vram_budget`` of `wrap()` says: bytes, or a size such as "12GiB"; None lifts the
+                limit. What is not given stays as it is.
+            ram: Likewise, ``ram_budget``.
+            disk: Likewise, ``disk_budget``.
+
+        Raises:
+            OptionError: No size (also a ``ValueError``).
+            DoesNotFitError: The least placement takes more; nothing is changed (also a ``MemoryError``).
+
+        Example:
+            >>> session.set_budget(vram="8GiB")  # doctest: +SKIP
+        """
+        from trainstream._rebudget import set_budget  # here: it needs this module
+
+        set_budget(self, vram, ram, disk)
 
     def decide(self, line: str) -> None:
         """Record how an ``"auto"`` option was decided."""
@@ -111,6 +204,7 @@ class Session:
             ]
         if self.tuner is not None:
             self.tuner.start()
+        self.watch.start()
         if os.environ.get(VARIABLE):
             self.record(os.environ[VARIABLE])
         if os.environ.get(TRACE_VARIABLE):
@@ -153,6 +247,7 @@ class Session:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        self.watch.stop()
         self.end_records()
         if self.tuner is not None:
             self.tuner.stop()
@@ -179,11 +274,15 @@ class Session:
                 "step_s": now - self._last if self._last is not None else 0.0,
                 "device_peak_bytes": torch.cuda.max_memory_allocated(self.plan.device) if cuda else 0,
                 "host_peak_bytes": host_peak_bytes(),
+                "predicted_device_bytes": self.plan.predicted.get("device", 0)
+                + self.plan.predicted.get("activations", 0),
+                "predicted_host_bytes": self.plan.predicted.get("host", 0),
             }
         )
         self._last = now
         if self.tuner is not None:
             self.tuner.after_step(self)
+        self.watch.after_step()
         for recorder in self.recorders:
             recorder.step(self, self.history[-1])
         if self.tracer is not None:

@@ -136,6 +136,10 @@ class Tuner:
         """Keep the sets of what is paged and settled together with whoever lets units leave again."""
         places.paged, places.settled = self._paged, self._settled
 
+    def follow(self, places: Places) -> None:
+        """Go on from where units are now, where another tuner has been at work before."""
+        self._paged, self._settled = places.paged, places.settled
+
     def renew(self, inventory: Inventory) -> None:
         """Go on with an inventory that was made anew: Parameters have been replaced."""
         self._inventory = inventory

@@ -25,6 +25,7 @@ from trainstream._device import answer_with
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers, asked, start_paging
+from trainstream._places import Places, beside, stand_in
 from trainstream._recorder import check_environment
 from trainstream._session import Instead, Session, converting, session_of, zero_grad
 from trainstream._staging import bring_back, commit, stage
@@ -34,7 +35,6 @@ from ts_core.errors import ArgumentTypeError, OptionError, StateError
 from ts_core.planner import Layout
 from ts_core.usage import keep_heap_tight, release_free_memory
 from ts_optim import OffloadAdamW, grad_sumsq
-from ts_optim.placement import PlacePolicy
 from ts_quant import init_lora_from_error
 from ts_quant.precision import NEXT_CODEC
 
@@ -123,7 +123,7 @@ def wrap(
         if isinstance(adopted, OffloadAdamW) and paged:
             placement = adopted.placement
             undo.append(partial(adopted.set_placement, placement))
-            adopted.set_placement(_beside(inventory, decided.settling, placement))
+            adopted.set_placement(beside(inventory, decided.settling, placement))
             adopted.set_memory(tiers.memory_for)
             adopted.rehouse([p for p in paged.values() if p.requires_grad])
         tuner = None
@@ -152,6 +152,7 @@ def wrap(
     plan = make_plan(inventory, groups, model, device, decided, adopted, want, pager, bounds, checked)
     session = Session(model, adopted, checked, groups, plan, pager, tiers, tuner)
     session.placement = placement
+    session.adopt(Places(inventory, decided, want, bounds, checked, tiers))
     if pager is not None:
         pager.when_short = partial(session.events.add, _SHORT)
     if isinstance(adopted, OffloadAdamW):
@@ -170,16 +171,10 @@ def wrap(
         session.decide(line)
     model.__dict__["_trainstream_session"] = session
     if pager is not None:
-        _stand_in(model, "zero_grad", zero_grad)
-        _stand_in(model, "_apply", converting(pager))
+        stand_in(model, "zero_grad", zero_grad)
+        stand_in(model, "_apply", converting(pager))
     session.start()
     return model, adopted
-
-
-def _stand_in(model: nn.Module, name: str, run: Callable[..., Any]) -> None:
-    """Put a function in the place of a method, unless somebody else's stands there."""
-    if name not in model.__dict__:
-        model.__dict__[name] = Instead(model, name, run)
 
 
 def _assign(inventory: Inventory, layout: Layout, tiers: Tiers) -> dict[int, nn.Parameter]:
@@ -211,12 +206,6 @@ def _configure(session: Session, optimizer: OffloadAdamW, *, given: bool) -> lis
     if pager is not None and optimizer.needs_norm:
         pager.sink.square_sum = grad_sumsq
     return lines
-
-
-def _beside(inventory: Inventory, settling: frozenset[int], default: PlacePolicy) -> PlacePolicy:
-    """Return the placement of optimizer state: weights that return to the device take theirs along."""
-    moving = {id(p) for index in settling for p in inventory.units[index].pageable}
-    return lambda parameter: "device" if id(parameter) in moving else default(parameter)
 
 
 def _cap_device(device: torch.device, cap: int | None) -> None:

@@ -235,6 +235,19 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             items = self.accelerator.gather(items).sum()
         return items
 
+    def training_step(
+        self,
+        model: nn.Module,
+        inputs: dict[str, Any],
+        num_items_in_batch: torch.Tensor | int | None = None,
+    ) -> torch.Tensor:
+        """Run forward and backward of a micro-batch; where memory runs out, make room and run it again."""
+        if self._metrics is not None and isinstance(inputs.get("input_ids"), torch.Tensor):
+            self._metrics.count_tokens(inputs["input_ids"].numel())
+        run: Callable[[], torch.Tensor] = partial(super().training_step, model, inputs, num_items_in_batch)
+        session = session_of(self.model)
+        return run() if session is None else session.replayed(run)
+
     def compute_loss(
         self,
         model: nn.Module,
@@ -244,8 +257,6 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Compute the loss from hidden states in chunks, or as Trainer does where logits are asked for."""
-        if self._metrics is not None and model.training and isinstance(inputs.get("input_ids"), torch.Tensor):
-            self._metrics.count_tokens(inputs["input_ids"].numel())
         if not self._chunked or self._need_logits or inputs.get("labels") is None:
             return self._whole_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         # The model is not called as a whole, so accelerate's autocast around its forward is entered here.

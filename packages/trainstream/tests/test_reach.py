@@ -364,3 +364,47 @@ def test_an_optimizer_that_works_raises_no_alarm(weights, grads, lr, make, dtype
         done = check.after(optimizer)
     assert done
     check.finish()
+
+
+class Routed(nn.Module):
+    """Four experts, of which tokens reach the first ones only."""
+
+    def __init__(self, used):
+        super().__init__()
+        self.experts = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)) for _ in range(4)])
+        self.used = used
+
+    def forward(self, x):
+        for expert in self.experts[: self.used]:
+            x = x + expert(x)
+        return x
+
+
+@pytest.mark.parametrize("offload", [False, True])
+def test_experts_that_no_token_reached_are_named_once_and_are_no_error(offload):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Routed(2) for _ in range(3)])
+    model, optimizer = trainstream.wrap(model, None, lr=1e-2, param_offload=offload)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    said = [line for line in model._trainstream_session.events.events if "expert" in line]
+    assert len(said) == 1
+    assert "no token has been routed to 6 experts, whose 24 parameters got no gradient" in said[0]
+    assert "'0.experts.2.0.weight'" in said[0]
+
+
+def test_experts_of_which_none_was_reached_are_an_error():
+    model = nn.Sequential(Routed(2), nn.Linear(4, 4))
+    model.append(nn.Linear(4, 1))
+    model, optimizer = trainstream.wrap(nn.ModuleDict({"a": model, "b": Routed(0)}), None, lr=1e-2)
+
+    def step():
+        optimizer.zero_grad()
+        model["b"](model["a"](torch.randn(2, 4))).sum().backward()
+        optimizer.step()
+
+    step()
+    with pytest.raises(StateError, match=r"'b.experts.0.0.weight', .* and 11 more got no gradient"):
+        step()

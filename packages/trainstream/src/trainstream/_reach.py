@@ -104,13 +104,21 @@ class ReachCheck:
                 self._reached.add(name)
                 yield name, parameter, grad
 
-    def finish(self) -> None:
+    def finish(self) -> str:
         """Raise if something did not train.
+
+        Experts that no token was routed to in these steps are no error: of each set of experts some were
+        reached, and the others will be.
+
+        Returns:
+            What to say of such experts, or an empty text.
 
         Raises:
             StateError: Names the parameters without a gradient and those that did not change.
         """
         lost = [name for name, _ in self._parameters if name not in self._reached]
+        idle = _idle_experts(lost, self._reached)
+        lost = [name for name in lost if name not in idle]
         stuck = [name for name, _ in self._parameters if name in self._due - self._moved]
         parts = []
         if lost:
@@ -123,6 +131,36 @@ class ReachCheck:
                 "(requires_grad_(False)), or see why it is not reached. The steps themselves are done and "
                 "whole, and this is looked at once: training can go on"
             )
+        if not idle:
+            return ""
+        return (
+            f"after {_STEPS} steps, no token has been routed to {len({*idle.values()})} experts, whose "
+            f"{len(idle)} parameters got no gradient: {_listed(list(idle))}"
+        )
+
+
+def _idle_experts(lost: list[str], reached: set[str]) -> dict[str, str]:
+    """Return which of the parameters that were not reached are an expert's, and of which expert.
+
+    An expert is a numbered member of a container with "expert" in its name, beside another member of which
+    the same parameter was reached: ``layers.0.mlp.experts.3.up_proj.weight``.
+    """
+    found: dict[str, str] = {}
+    alike = {key[:2] for name in reached if (key := _expert_of(name)) is not None}
+    for name in lost:
+        key = _expert_of(name)
+        if key is not None and key[:2] in alike:
+            found[name] = key[2]
+    return found
+
+
+def _expert_of(name: str) -> tuple[str, str, str] | None:
+    """Return (container, path within the expert, path of the expert), or None."""
+    parts = name.split(".")
+    for index in range(len(parts) - 1, 0, -1):
+        if parts[index].isdigit() and "expert" in parts[index - 1].lower():
+            return ".".join(parts[:index]), ".".join(parts[index + 1 :]), ".".join(parts[: index + 1])
+    return None
 
 
 def _listed(names: list[str]) -> str:

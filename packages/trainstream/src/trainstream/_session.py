@@ -289,7 +289,9 @@ class Session:
             self.tracer.step(self)
         if self._reach is not None and self._reach.after(optimizer):
             reach, self._reach = self._reach, None
-            reach.finish()
+            idle = reach.finish()
+            if idle:
+                self.events.add(idle)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
         """A copy of a wrapped model is a plain model: session, hooks and optimizer stay behind."""

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .gguf import fetch_smollm2, load_gguf, save_as_safetensors, smollm2_path
     from .loading import load_model, load_tokenizer
     from .losses import backbone, causal_lm_loss_for, count_items
+    from .packing import PackedCollator, best_fit, pack_sequences
     from .safetensors_reader import SafetensorsReader
     from .saving import save_model, save_safetensors
     from .tokens import stdlib_text, text_dataset
@@ -22,14 +23,17 @@ __version__ = version("ts-hf")
 
 _HOME = {
     "Checkpoint": "checkpoint",
+    "PackedCollator": "packing",
     "SafetensorsReader": "safetensors_reader",
     "backbone": "losses",
+    "best_fit": "packing",
     "causal_lm_loss_for": "losses",
     "count_items": "losses",
     "fetch_smollm2": "gguf",
     "load_gguf": "gguf",
     "load_model": "loading",
     "load_tokenizer": "loading",
+    "pack_sequences": "packing",
     "resolve": "checkpoint",
     "save_as_safetensors": "gguf",
     "save_model": "saving",
@@ -41,14 +45,17 @@ _HOME = {
 
 __all__ = [
     "Checkpoint",
+    "PackedCollator",
     "SafetensorsReader",
     "backbone",
+    "best_fit",
     "causal_lm_loss_for",
     "count_items",
     "fetch_smollm2",
     "load_gguf",
     "load_model",
     "load_tokenizer",
+    "pack_sequences",
     "resolve",
     "save_as_safetensors",
     "save_model",

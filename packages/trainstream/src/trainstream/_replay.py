@@ -27,7 +27,7 @@ from ts_optim.gradients import ConsumedGradient
 if TYPE_CHECKING:
     from trainstream._session import Session
 
-__all__ = ["explain", "out_of_memory", "run_again"]
+__all__ = ["RandomState", "explain", "out_of_memory", "run_again"]
 
 _Result = TypeVar("_Result")
 _MOST = 4  # times that one micro-batch runs again
@@ -122,7 +122,7 @@ class _Before:
 
     def __init__(self, session: Session) -> None:
         self._session = session
-        self._random = _RandomState(session.plan.device)
+        self._random = RandomState(session.plan.device)
         self._buffers = session.relief.buffers()
         self._grads: dict[int, _Known] = {}
         self._aside: dict[int, tuple[nn.Parameter, Tensor]] = {}
@@ -221,10 +221,11 @@ class _Known(NamedTuple):
         return now.dtype is self.dtype or guard_of(parameter) is not None or now._version > 1
 
 
-class _RandomState:
+class RandomState:
     """The state of every random number generator that a forward pass may use."""
 
     def __init__(self, device: str) -> None:
+        """Take it."""
         self._cpu = torch.get_rng_state()
         self._device = torch.device(device) if device.startswith("cuda") else None
         self._cuda = torch.cuda.get_rng_state(self._device) if self._device is not None else None

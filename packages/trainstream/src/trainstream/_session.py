@@ -18,10 +18,12 @@ from torch import Tensor, nn
 from trainstream._reach import ReachCheck
 from trainstream._recorder import VARIABLE, Recorder
 from trainstream._replay import run_again
+from trainstream._snapshots import Snapshot, rolled_back
 from trainstream._stepping import train_step
 from trainstream._tracer import TRACE_VARIABLE, Tracer
 from trainstream._watch import Watch
 from ts_core.blocks import BlockMap
+from ts_core.memory import format_bytes
 from ts_core.plan import Plan
 from ts_core.trace import EventLog
 
@@ -107,6 +109,7 @@ class Session:
         self._hooks: list[RemovableHandle] = []
         self._reach: ReachCheck | None = None
         self.relief: Relief
+        self._snapshot: Snapshot | None = None
         self.watch = Watch(self)
 
     def adopt(self, places: Places) -> None:
@@ -189,6 +192,36 @@ class Session:
 
         set_budget(self, vram, ram, disk)
 
+    def snapshot(self) -> None:
+        """Keep what training changes, to come back to it with `rollback`; the one kept before is given up.
+
+        Trained weights, the optimizer's state and hyperparameters, buffers and random numbers are copied to
+        RAM, or to files where that is short; between two steps. A learning-rate scheduler is the caller's.
+
+        Raises:
+            DoesNotFitError: Neither has room (also a ``MemoryError``); nothing is changed.
+
+        Example:
+            >>> session.snapshot()  # doctest: +SKIP
+        """
+        if self._snapshot is not None:
+            self._snapshot.discard()
+            self._snapshot = None
+        self._snapshot = taken = Snapshot.take(self)
+        size = format_bytes(taken.nbytes)
+        self.events.add(f"snapshot after step {taken.step}: {size} in {taken.where}")
+
+    def rollback(self) -> None:
+        """Go back to the latest `snapshot`, to the bit; gradients are dropped. May be called again.
+
+        Raises:
+            StateError: There is none (also a ``RuntimeError``).
+
+        Example:
+            >>> session.rollback()  # doctest: +SKIP
+        """
+        self.events.add(rolled_back(self, self._snapshot))
+
     def decide(self, line: str) -> None:
         """Record how an ``"auto"`` option was decided."""
         self.decisions.append(line)
@@ -248,6 +281,9 @@ class Session:
             hook.remove()
         self._hooks.clear()
         self.watch.stop()
+        if self._snapshot is not None:
+            self._snapshot.discard()
+            self._snapshot = None
         self.end_records()
         if self.tuner is not None:
             self.tuner.stop()

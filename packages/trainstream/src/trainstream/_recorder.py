@@ -117,7 +117,7 @@ class Recorder:
         self._write("loss", step=step, loss=loss)
 
     def _begin(self, session: Session) -> None:
-        from trainstream import __version__
+        from trainstream import __version__, _session
         from trainstream._report import block_table
 
         device, model = session.plan.device, session.model
@@ -143,6 +143,7 @@ class Recorder:
             trainable=sum(p.numel() for p in model.parameters() if p.requires_grad),
             options={name: str(value) for name, value in options.items()},
             rates=dataclasses.asdict(self._meter.rates),
+            baseline_bytes=_session.baseline_bytes,
         )
         for text in session.events.events:
             self.note(text)

@@ -1,9 +1,12 @@
-"""The command line: `trainstream finetune [config.yaml] [key=value ...]` and `trainstream doctor`."""
+"""The command line: `trainstream --help` lists the commands."""
 
 from __future__ import annotations
 
+import os
 import sys
 import traceback
+from collections.abc import Callable
+from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -103,16 +106,95 @@ def doctor(
 
     Exit codes: 0 training is possible, 1 it is not, 130 stopped by Ctrl-C.
     """
+
+    def work(console: Any) -> int:
+        from trainstream.cli.doctor import run
+
+        return run(console, force=force)
+
+    _carry_out(work, as_json, debug)
+
+
+@app.command()
+def report(
+    place: Annotated[
+        Path,
+        typer.Argument(metavar="RUN", help="A run folder, a folder of runs, an event file or a trace."),
+    ] = Path("runs"),
+    html: Annotated[
+        Path | None, typer.Option("--html", help="Write one page that needs no network to this file.")
+    ] = None,
+    trace: Annotated[
+        Path | None, typer.Option("--trace", help="Write a trace for Perfetto or chrome://tracing here.")
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", help="A torch.profiler trace of some steps, if it is not in the run."),
+    ] = None,
+    plan: Annotated[
+        Path | None,
+        typer.Option("--plan", help="What `trainstream plan --json` printed before, to compare with."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Show what a run did: memory by tier, what limits a step, predicted against measured.
+
+    Without --html, --trace or --json: a summary in the terminal. RUN is ./runs if it is left out, and the
+    newest run of such a folder is taken.
+
+    Exit codes: 0 done, 2 something in the request is wrong, 130 stopped by Ctrl-C, 1 anything else.
+    """
+
+    def work(console: Any) -> int:
+        from trainstream.cli.report import run
+
+        return run(console, place, html=html, trace=trace, profile=profile, plan=plan)
+
+    _carry_out(work, as_json, debug)
+
+
+@app.command()
+def top(
+    place: Annotated[
+        Path, typer.Argument(metavar="FILE", help="An event file, a run folder or a folder of runs.")
+    ] = Path("runs"),
+    once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
+    interval: Annotated[float, typer.Option("--interval", help="Seconds between two looks.", min=0.1)] = 1.0,
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object for each look.")] = False,
+    debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
+) -> None:
+    """Watch a running job: bytes by tier, speed, what it waits for. Ctrl-C ends the watching.
+
+    A job writes the file with TRAINSTREAM_EVENTS=FILE; `trainstream finetune` writes it into its folder.
+
+    Exit codes: 0 done, 2 something in the request is wrong, 1 anything else.
+    """
+
+    def work(console: Any) -> int:
+        from trainstream.cli.top import run
+
+        return run(console, place, once=once, interval=interval)
+
+    _carry_out(work, as_json, debug)
+
+
+def _carry_out(work: Callable[[Any], int], as_json: bool, debug: bool) -> None:
+    """Run a command; an error is one line, and the exit code says what kind it was."""
     from trainstream.cli.console import Console
 
     console = Console(as_json)
     try:
-        from trainstream.cli.doctor import run
-
-        code = run(console, force=force)
+        code = work(console)
     except KeyboardInterrupt:
+        console.close_bar()
         code = 130
-    except Exception as error:  # every fault: one line unless asked
+    except BrokenPipeError:  # `trainstream report | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        code = 141
+    except TrainStreamError as error:
+        code = _failed(console, error, 2, debug)
+    except Exception as error:  # every other fault: still one line unless asked
         code = _failed(console, error, 1, debug)
     if code:
         raise typer.Exit(code)

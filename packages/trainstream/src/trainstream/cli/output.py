@@ -11,6 +11,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
+from trainstream._runs import EVENTS_FILE, TRACE_FILE
 from trainstream.cli.storage import checkpoints
 from ts_core.errors import OptionError, StateError, StorageError, TrainStreamError
 from ts_core.memory import disk_budget, format_bytes
@@ -18,8 +19,6 @@ from ts_core.memory import disk_budget, format_bytes
 __all__ = ["EVENTS_FILE", "LOCK_FILE", "RESULT_FILE", "RUNS", "TRACE_FILE", "claim", "storage_errors"]
 
 RUNS = Path("runs")
-EVENTS_FILE = "events.jsonl"
-TRACE_FILE = "trace.json.gz"
 LOCK_FILE = ".lock"
 RESULT_FILE = "result.json"
 

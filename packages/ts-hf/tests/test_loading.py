@@ -540,14 +540,6 @@ def test_config_overrides_reach_the_model(llama_folder, ids):
     assert_same_model(model, stock(llama_folder, attn_implementation="eager", rms_norm_eps=0.5), ids)
 
 
-def test_prequantized_checkpoints_are_refused_by_method(llama_folder):
-    config = json.loads((llama_folder / "config.json").read_text())
-    config["quantization_config"] = {"quant_method": "gptq", "bits": 4}
-    (llama_folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(OptionError, match=r"'gptq' is not available in this release"):
-        load_model(llama_folder)
-
-
 @pytest.mark.parametrize("content", ["{", '{"model_type": "no_such_model"}', "{}"])
 def test_unusable_config(content, llama_folder):
     (llama_folder / "config.json").write_text(content)

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 
 from ts_core.errors import CheckpointError, MissingDependencyError, OptionError
-from ts_core.options import not_yet
 
 __all__ = ["build_model", "empty_parameters", "load_config", "owner_of", "stored_quantization"]
 
@@ -169,8 +168,6 @@ def load_config(source: Any, overrides: dict[str, Any], trust_remote_code: bool)
             setattr(holders[0], name, value)
     if attention is not None:
         config._attn_implementation = attention
-    if (method := stored_quantization(config)) is not None:
-        not_yet("quantization of the checkpoint", method, ("none",))
     return config
 
 

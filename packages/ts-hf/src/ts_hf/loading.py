@@ -7,6 +7,7 @@ import os
 import re
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,13 @@ from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, Option
 from ts_core.memory import format_bytes, host_budget
 from ts_core.options import boolean, choice, fraction, integer, not_yet
 from ts_paging.files import FileTensors
+from ts_quant import QuantizedTensor
 
 from .build import build_model, import_transformers, initialize, load_config, move_buffers
 from .checkpoint import Checkpoint, Source, resolve
 from .offload import FileHome, file_bytes, open_files, ram_limit
+from .packed_checkpoint import PackedCheckpoint
+from .prequantized import Scheme, recognise, take_quantization
 from .streaming import OUTSIDE, Packing, UnknownTablesError, make_plan, packable, stream
 
 __all__ = ["load_model", "load_tokenizer", "packed_bytes"]
@@ -104,8 +108,8 @@ def _sizes(model: Any) -> dict[str, tuple[int, int]]:
     }
 
 
-def _make_packing(model: Any, options: _Options) -> tuple[Packing, str]:
-    """Decide what is stored how and where, before any weight is read."""
+def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tuple[Packing, str]:
+    """Decide what is stored how and where, before any weight is read; `kept`: as it is in the checkpoint."""
     names, skipped = packable(model)
     files = options.files
     # A RAM budget below the model means files even where none were asked for.
@@ -120,10 +124,22 @@ def _make_packing(model: Any, options: _Options) -> tuple[Packing, str]:
     home = None
     if files is not None:
         home = FileHome(files, frozenset(n for n, why in skipped.items() if why == OUTSIDE))
+    if kept is not None:
+        return Packing(None, options.block_size, names, skipped, home), _kept_reason(options, kept)
     codec, reason = _choose_codec(model, names, options, home is not None)
     if options.fit[0] and codec is None:
         reason += f"; error_rank={options.fit[0]} ignored: nothing is packed"
     return Packing(codec, options.block_size, names, skipped, home, options.fit), reason
+
+
+def _kept_reason(options: _Options, method: str) -> str:
+    """Say that the checkpoint decides, and what of the caller's options that leaves aside."""
+    reason = f"kept as published: {method}"
+    asked = [f"quantize={options.quantize!r}"] if options.quantize not in ("auto", None) else []
+    asked += [f"error_rank={options.fit[0]}"] if options.fit[0] else []
+    if asked:
+        reason += f"; {', '.join(asked)} ignored: the checkpoint's weights are quantized already"
+    return reason
 
 
 def _choose_codec(
@@ -185,15 +201,19 @@ def _fail_missing(model: Any, folder: Path, missing: set[str]) -> None:
         )
 
 
-def _fill(model: Any, folder: Path, packing: Packing, options: _Options) -> dict[str, Any]:
+def _fill(
+    model: Any, folder: Path, packing: Packing, options: _Options, scheme: Scheme | None = None
+) -> dict[str, Any]:
     """Stream the checkpoint of a folder into an empty model; return what the receipt says about it."""
-    with Checkpoint(folder) as checkpoint:
+    opened = Checkpoint(folder) if scheme is None else PackedCheckpoint(folder, scheme, options.dtype)
+    with opened as checkpoint:
         plan = make_plan(model, checkpoint)
         if all(target.converter is None for target in plan.targets):
             # Found before anything is read; with conversions the names are known only afterwards.
             _fail_missing(model, folder, _missing(model, {target.name for target in plan.targets}))
         loaded = stream(model, checkpoint, plan, packing, dtype=options.dtype, device=options.device)
         tensors, stored = len(checkpoint), checkpoint.nbytes
+        aside = checkpoint.aside if isinstance(checkpoint, PackedCheckpoint) else []
     missing = _missing(model, loaded)
     _fail_missing(model, folder, missing)
     tied: dict[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -208,6 +228,7 @@ def _fill(model: Any, folder: Path, packing: Packing, options: _Options) -> dict
         "tensors": tensors,
         "checkpoint_bytes": stored,
         "unused": plan.unused,
+        "aside": aside,
         "initialized": sorted(missing),
         "buffers_from_init": [name for name in buffers if name not in dict(model.named_parameters())],
     }
@@ -266,6 +287,8 @@ def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
         "file_bytes": filed,
         "adopted_bytes": 0 if packing.home is None else packing.home.files.adopted_bytes,
         "share_packed": packed / total if total else 0.0,
+        "formats": dict(Counter(p.codec for p in model.parameters() if isinstance(p, QuantizedTensor))),
+        "decoded": dict(packing.decoded),
         "skipped": skipped,
         "seconds": time.perf_counter() - started,
     }
@@ -282,7 +305,9 @@ def _log_receipt(receipt: dict[str, Any]) -> None:
         format_bytes(receipt["file_bytes"]),
         format_bytes(receipt["adopted_bytes"]),
         100 * receipt["share_packed"],
-        receipt["quantize"] or "nothing",
+        receipt["quantize"]
+        or ", ".join(f"{n} x {name}" for name, n in receipt["formats"].items())
+        or "nothing",
         receipt["reason"],
         len(receipt["skipped"]),
         len(receipt["unused"]),
@@ -329,12 +354,19 @@ def _load_random(config: Any, options: _Options) -> tuple[Any, Packing, dict[str
     return model, packing, found, reason
 
 
-def _load_folder(folder: Path, config: Any, options: _Options) -> tuple[Any, Packing, dict[str, Any], str]:
+def _load_folder(
+    folder: Path, config: Any, options: _Options, scheme: Scheme | None
+) -> tuple[Any, Packing, dict[str, Any], str]:
     model = build_model(config, options.dtype, trust_remote_code=options.trust_remote_code)
-    packing, reason = _make_packing(model, options)
+    packing, reason = _make_packing(model, options, None if scheme is None else scheme.method)
     try:
-        found = _fill(model, folder, packing, options)
+        found = _fill(model, folder, packing, options, scheme)
     except UnknownTablesError as why:
+        if scheme is not None:
+            raise OptionError(
+                f"[load_model] a checkpoint stored as {scheme.method} is not available with transformers "
+                f"{import_transformers().__version__}, whose conversion tables are elsewhere ({why})"
+            ) from why
         model = _from_pretrained(folder, config, options, why)
         found = {
             "tensors": 0,
@@ -457,10 +489,12 @@ def load_model(
         found_at = resolve(name_or_path, trust_remote_code=trust_remote_code, weights=not random)
         source, shown = _folder_of(found_at, options.dtype), found_at.name
     config = load_config(source, dict(config_overrides), trust_remote_code)
+    stored = take_quantization(config, source if isinstance(source, Path) else None)
+    scheme = None if stored is None or random_weights else recognise(stored)
     if random_weights:
         model, packing, found, reason = _load_random(config, options)
     else:
-        model, packing, found, reason = _load_folder(source, config, options)
+        model, packing, found, reason = _load_folder(source, config, options, scheme)
     move_buffers(model, options.device)
     if packing.home is not None:
         packing.home.gather(model)

@@ -23,11 +23,13 @@ from torch import nn
 
 from ts_core.blocks import find_blocks
 from ts_core.errors import ArgumentError, CheckpointError
+from ts_quant import QuantizedTensor
 from ts_quant.error_fit import quantize_with_error
 
 from .build import owner_of
 from .checkpoint import Checkpoint
 from .offload import FileHome
+from .packed_checkpoint import PackedCheckpoint
 from .safetensors_reader import TensorInfo
 
 __all__ = ["OUTSIDE", "Packing", "Plan", "Target", "UnknownTablesError", "make_plan", "packable", "stream"]
@@ -81,6 +83,7 @@ class Packing:
         skipped: Reasons why the others stay as they are.
         home: The files that hold the parameters, or None if they stay in memory.
         fit: Rank and iterations of the fit of the error that packed matrices keep.
+        decoded: Weights that the checkpoint stores quantized and that were decoded, and why.
     """
 
     codec: str | None
@@ -89,6 +92,7 @@ class Packing:
     skipped: dict[str, str]
     home: FileHome | None = None
     fit: tuple[int, int] = (0, 1)
+    decoded: dict[str, str] = field(default_factory=dict)
 
     def packs(self, name: str) -> bool:
         """Whether the codec applies to a parameter."""
@@ -96,7 +100,7 @@ class Packing:
 
     def store(self, name: str, tensor: torch.Tensor, old: nn.Parameter) -> nn.Parameter:
         """Make the parameter that replaces `old`: packed if the name says so, and where it is to live."""
-        trained = old.requires_grad and tensor.is_floating_point()
+        trained = old.requires_grad and tensor.is_floating_point() and not isinstance(tensor, QuantizedTensor)
         if self.codec is not None and name in self.names:
             tensor = quantize_with_error(tensor, self.codec, *self.fit, block_size=self.block_size, name=name)
             trained = False
@@ -267,6 +271,9 @@ class _Stream:
         self, key: str, dtype: torch.dtype, *, passing: bool = False, out: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Read and cast one tensor, into `out` if given; `passing` ones are valid until the next is read."""
+        if isinstance(self.checkpoint, PackedCheckpoint) and self.checkpoint.is_packed(key):
+            self.packing.decoded[key] = "part of a larger parameter"
+            return self.checkpoint.read_packed(key).dequantize(dtype)
         stored = self.checkpoint.info(key)
         small = stored.dtype is None or stored.dtype.itemsize < 2
         if dtype.is_floating_point and (small or not (stored.dtype and stored.dtype.is_floating_point)):
@@ -317,6 +324,8 @@ class _Stream:
 
     def fill_alike(self, target: Target, key: str, dtype: torch.dtype, is_parameter: bool) -> None:
         """Fill what is one tensor of the checkpoint."""
+        if isinstance(self.checkpoint, PackedCheckpoint) and self.checkpoint.is_packed(key):
+            return self.fill_packed(target, key, dtype, is_parameter)
         stored, out = self.checkpoint.info(key), None
         if is_parameter:
             adopted = self.packing.adopt(target.name, self.checkpoint.file_of(key), stored, dtype)
@@ -325,6 +334,22 @@ class _Stream:
             out = self.packing.reserve(target.name, stored.shape, dtype)
         tensor = self.read(key, dtype, passing=self.packing.packs(target.name), out=out)
         self.put(target.name, tensor, target.sources)
+
+    def fill_packed(self, target: Target, key: str, dtype: torch.dtype, is_parameter: bool) -> None:
+        """Fill what is stored quantized: kept as it is in the blocks, decoded elsewhere."""
+        assert isinstance(self.checkpoint, PackedCheckpoint)
+        packed = self.checkpoint.read_packed(key)
+        if is_parameter and target.name in self.packing.names:
+            module = owner_of(self.model, target.name)[0]
+            if type(module).__name__ == "Conv1D":
+                raise CheckpointError(
+                    f"{self.checkpoint.file_of(key)}: {target.name!r} is stored quantized, but its "
+                    "module (Conv1D) holds it transposed, which no format that is read does"
+                )
+            return self.put(target.name, packed, target.sources)
+        reason = self.packing.skipped.get(target.name, "not a matrix")
+        self.packing.decoded[target.name] = reason
+        self.put(target.name, packed.dequantize(dtype), target.sources)
 
     def fill(self, target: Target) -> None:
         module, last = owner_of(self.model, target.name)

@@ -119,6 +119,78 @@ void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, Tenso
   TS_ISA_CALL(fused, rms_norm_backward, a, types, threads);
 }
 
+// A (batch, tokens, heads, dim) operand of the rotary embedding and its result.
+fused::RotaryHeads rotary_heads(const TensorView& x, const TensorView& y, const TensorView& like,
+                                const char* op, const char* argument) {
+  for (const TensorView* t : {&x, &y}) {
+    if (t->dtype() != like.dtype()) fail_type(op, argument, name_of(like.dtype()), t->describe());
+    if (t->ndim() != 4 || (t->numel() > 0 && t->shape(3) > 1 && t->stride(3) != 1))
+      fail_value(op, argument, "4 dimensions, the last one without gaps", t->describe());
+    expect_same_device(*t, like, op, argument);
+    for (int i = 0; i < 4; ++i)
+      if (t->shape(i) != (i == 2 ? x : like).shape(i))
+        fail_value(op, argument, "the batch, tokens and dim of " + like.describe(), t->describe());
+  }
+  return {x.data(),
+          y.data(),
+          x.shape(2),
+          {x.stride(0), x.stride(1), x.stride(2)},
+          {y.stride(0), y.stride(1), y.stride(2)}};
+}
+
+void expect_angles(const TensorView& t, const TensorView& q, const TensorView& cos, const char* op,
+                   const char* argument) {
+  if (!is_kernel_float(t.dtype()) || t.dtype() != cos.dtype())
+    fail_type(op, argument, "float32, bfloat16 or float16, cos and sin alike", t.describe());
+  if (t.ndim() != 3 || t.shape(0) != q.shape(0) || t.shape(1) != q.shape(1) ||
+      t.shape(2) != cos.shape(2) || (t.numel() > 0 && t.shape(2) > 1 && t.stride(2) != 1))
+    fail_value(op, argument, "(batch, tokens, width), the last one without gaps", t.describe());
+  expect_same_device(t, q, op, argument);
+}
+
+void rotary(TensorView q, std::optional<TensorView> k, TensorView cos, TensorView sin,
+            TensorView q_out, std::optional<TensorView> k_out, int64_t rotary_dim, bool interleaved,
+            bool inverse, int threads) {
+  const char* op = "rotary";
+  if (!is_kernel_float(q.dtype())) fail_type(op, "q", "float32, bfloat16 or float16", q.describe());
+  if (k.has_value() != k_out.has_value()) fail_value(op, "k_out", "given with k", "one of the two");
+  fused::Rotary a{};
+  a.q = rotary_heads(q, q_out, q, op, "q");
+  if (k) a.k = rotary_heads(*k, *k_out, q, op, "k");
+  expect_angles(cos, q, cos, op, "cos");
+  expect_angles(sin, q, cos, op, "sin");
+  const int64_t width = cos.shape(2);
+  if (rotary_dim < 2 || rotary_dim % 2 || rotary_dim > q.shape(3) ||
+      rotary_dim > fused::kMaxRotaryDim || (width != rotary_dim && 2 * width != rotary_dim))
+    fail_value(op, "rotary_dim", "even, at most dim and 1024, the width of cos or twice that",
+               std::to_string(rotary_dim));
+  expect_no_cuda_missing(q, op);
+  a.cos = cos.data();
+  a.sin = sin.data();
+  for (int i = 0; i < 2; ++i) {
+    a.cos_stride[i] = cos.stride(i);
+    a.sin_stride[i] = sin.stride(i);
+  }
+  a.batch = q.shape(0);
+  a.tokens = q.shape(1);
+  a.dim = q.shape(3);
+  a.rotary_dim = rotary_dim;
+  a.half_width = width != rotary_dim;
+  a.interleaved = interleaved;
+  a.inverse = inverse;
+  if (a.batch * a.tokens * (a.q.heads + a.k.heads) == 0) return;
+#if defined(TS_WITH_CUDA)
+  if (q.is_cuda()) {
+    DeviceGuard guard(q.device_id());
+    fused::launch_rotary(a, q.dtype(), cos.dtype(), q.current_stream());
+    return;
+  }
+#endif
+  threads = thread_count(threads);
+  nb::gil_scoped_release release;
+  TS_ISA_CALL(fused, rotary, a, q.dtype(), cos.dtype(), threads);
+}
+
 void cross_entropy_rows(TensorView logits, TensorView targets, TensorView losses,
                         int64_t ignore_index, double softcap, double scale, double smoothing,
                         bool with_grad, int threads) {
@@ -219,6 +291,9 @@ NB_MODULE(_C, m) {
         nb::arg("rstd"), nb::arg("grad_x").none(), nb::arg("partial").none(),
         nb::arg("grad_weight").none(), nb::arg("rows_per_chunk"), nb::arg("offset"),
         nb::arg("gemma"), nb::arg("threads") = 0);
+  m.def("rotary", &rotary, nb::arg("q"), nb::arg("k").none(), nb::arg("cos"), nb::arg("sin"),
+        nb::arg("q_out"), nb::arg("k_out").none(), nb::arg("rotary_dim"), nb::arg("interleaved"),
+        nb::arg("inverse"), nb::arg("threads") = 0);
   m.def("cross_entropy_rows", &cross_entropy_rows, nb::arg("logits"), nb::arg("targets"),
         nb::arg("losses"), nb::arg("ignore_index"), nb::arg("softcap"), nb::arg("scale"),
         nb::arg("smoothing"), nb::arg("with_grad"), nb::arg("threads") = 0);

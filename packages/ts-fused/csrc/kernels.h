@@ -50,10 +50,34 @@ struct CrossEntropyRows {
   bool with_grad;
 };
 
+// Heads of one tensor of (batch, tokens, heads, dim), the last dimension without gaps.
+struct RotaryHeads {
+  const void* x;
+  void* y;  // written; same type as x
+  int64_t heads;
+  int64_t x_stride[3], y_stride[3];  // of batch, token, head; in elements
+};
+
+constexpr int64_t kMaxRotaryDim = 1024;
+
+// Pairs (a, b) of the first `rotary_dim` elements of a head become (a cos - b sin, b cos + a sin),
+// each result with the angle at its own place; the transpose of that map if `inverse`.
+struct Rotary {
+  RotaryHeads q, k;  // k.heads may be 0
+  const void* cos;   // [batch, tokens, width], last dimension without gaps
+  const void* sin;
+  int64_t cos_stride[2], sin_stride[2];  // of batch, token; in elements
+  int64_t batch, tokens, dim, rotary_dim;
+  bool half_width;   // one angle a pair: width = rotary_dim / 2, not rotary_dim
+  bool interleaved;  // pairs are (2i, 2i + 1), else (i, i + rotary_dim / 2)
+  bool inverse;
+};
+
 // `mean_lanes`: the summation order of the mean (see rms_norm.cpp), 8 or 4.
 TS_DECLARE_ISA(void rms_norm_forward(const NormForward& a, NormTypes types, int mean_lanes,
                                      int threads))
 TS_DECLARE_ISA(void rms_norm_backward(const NormBackward& a, NormTypes types, int threads))
+TS_DECLARE_ISA(void rotary(const Rotary& a, DType dtype, DType angles, int threads))
 TS_DECLARE_ISA(void cross_entropy_rows(const CrossEntropyRows& a, DType dtype, int threads))
 // out[i] = cast(float(src[i]) * scale[0])
 TS_DECLARE_ISA(void scale_cast(const void* src, DType src_type, const float* scale, void* out,
@@ -66,6 +90,7 @@ TS_DECLARE_ISA(void loss_total(const float* losses, int64_t n, double* total))
 
 void launch_rms_norm_forward(const NormForward& a, NormTypes types, void* stream);
 void launch_rms_norm_backward(const NormBackward& a, NormTypes types, void* stream);
+void launch_rotary(const Rotary& a, DType dtype, DType angles, void* stream);
 void launch_cross_entropy_rows(const CrossEntropyRows& a, DType dtype, void* stream);
 void launch_scale_cast(const void* src, DType src_type, const float* scale, void* out,
                        DType out_type, int64_t n, void* stream);

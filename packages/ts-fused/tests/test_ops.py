@@ -17,6 +17,7 @@ def samples(device):
     targets = torch.tensor([1, -100, 16], device=device)
     half = floats(3, 48, dtype=torch.bfloat16)
     x, weight, rstd = floats(3, 48), floats(48, seed=1), floats(3, seed=2).abs()
+    q, k, angle = floats(2, 5, 3, 16), floats(2, 3, 5, 16, seed=1).transpose(1, 2)[:, :, :1], floats(2, 5, 8)
     return {
         "rms_norm_forward": [(x, weight, 1e-6, 0.0), (half, weight, 1e-6, 0.0), (half, weight, 1e-6, 1.0)],
         "rms_norm_backward": [
@@ -28,6 +29,11 @@ def samples(device):
             (floats(3, 17), targets, floats(3), -100, 0.0, 1.0, 0.0, True),
             (floats(3, 17, dtype=torch.float16), targets, floats(3), -100, 30.0, 1.0, 0.1, False),
         ],
+        "rotary_heads": [
+            (q, k, angle, angle, 16, False, False),
+            (q, None, angle, angle, 8, True, True),
+            (k.expand(2, 5, 7, 16), q.half().float(), angle.bfloat16(), angle.bfloat16(), 16, True, False),
+        ],
         "scale_cast": [(x, torch.tensor(2.0, device=device), torch.bfloat16)],
         "label_counts": [(targets, -100, 17)],
         "loss_total": [(floats(3),)],
@@ -36,7 +42,7 @@ def samples(device):
 
 @pytest.mark.parametrize("device", devices())
 def test_every_op_passes_opcheck(device):
-    assert opcheck_all("ts_fused", samples(device)) == 11
+    assert opcheck_all("ts_fused", samples(device)) == 14
 
 
 @pytest.mark.parametrize("device", devices())
@@ -160,7 +166,7 @@ def test_missing_native_module_is_explained():
 def test_examples_in_the_docstrings():
     import doctest
 
-    for module in (ts_fused.rms_norm, ts_fused.cross_entropy, ts_fused.reference):
+    for module in (ts_fused.rms_norm, ts_fused.rotary, ts_fused.chunked_cross_entropy, ts_fused.reference):
         module = sys.modules[module.__module__] if callable(module) else module
         failed, tried = doctest.testmod(module, extraglobs={"torch": torch})
         assert tried > 0

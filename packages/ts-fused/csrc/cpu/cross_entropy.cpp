@@ -2,6 +2,7 @@
 // the logits. Everything is fp32 but the running sum of exponentials and the final logarithm
 // (float64). One pass finds maximum and sum block by block while the block is in cache, a second
 // one writes the gradient.
+#include "exp.h"
 #include "kernels.h"
 #include "ts/thread_pool.h"
 #include "vec.h"
@@ -9,27 +10,6 @@
 namespace ts::fused::TS_ISA {
 
 constexpr int64_t kBlock = 1024;
-
-// e^x for x <= 0, 0 below -87 (where p would be under 2e-38). x = n ln2 + r; ln2 is split so that
-// n * hi is exact. The polynomial is a least-squares fit on |r| <= ln2 / 2; error about 1 ulp.
-TS_INLINE Reg exp_of(Reg x) {
-  const Reg magic = 12582912.0f - Reg{};  // 1.5 * 2^23: adding it rounds to an integer
-  const Reg shifted = x * 1.44269504f + magic;
-  const Reg n = shifted - magic;
-  const Reg r = (x - n * 0.693115234375f) - n * 3.194618494528623e-05f;
-  Reg q = r * 0.0013946504332125187f + 0.008369187824428082f;
-  q = q * r + 0.04166626185178757f;
-  q = q * r + 0.16666515171527863f;
-  q = q * r + 0.5f;
-  const Reg e = (q * (r * r) + r) + 1.0f;
-  const UintReg power = ((UintReg)shifted - 0x4B400000u + 127u) << 23;  // bits of 2^n
-  return select(x < -87.0f, Reg{}, e * (Reg)power);
-}
-
-TS_INLINE f32x16 exp16(f32x16 x) {
-  for (int k = 0; k < kParts; ++k) x.part[k] = exp_of(x.part[k]);
-  return x;
-}
 
 // tanh: an odd polynomial (least-squares fit) below 0.55, else (1 - e^-2|x|) / (1 + e^-2|x|).
 TS_INLINE Reg tanh_of(Reg x) {

@@ -62,6 +62,18 @@ __device__ inline void store(T* p, const float (&in)[kVec]) {
   }
 }
 
+// For what is read from cache (a norm's weight, angles): the type is a branch and not a template
+// parameter, and the number of kernels in the module falls to a quarter.
+template <int kVec>
+__device__ inline void load_any(const void* p, DType type, int64_t i, float (&out)[kVec]) {
+  if (type == DType::kF32)
+    load<kVec>(static_cast<const float*>(p) + i, out);
+  else if (type == DType::kBF16)
+    load<kVec>(static_cast<const bf16*>(p) + i, out);
+  else
+    load<kVec>(static_cast<const fp16*>(p) + i, out);
+}
+
 template <typename T>
 __device__ inline T warp_sum(T x) {
 #pragma unroll

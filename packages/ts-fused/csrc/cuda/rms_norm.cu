@@ -11,18 +11,6 @@ constexpr int kBlock = 256;
 constexpr int64_t kWarpRow = 1024;
 constexpr int64_t kSharedFloats = 12288;  // 48 KiB, what every card gives without asking
 
-// The weight's type is a branch and not a template parameter: it is read from cache, and the
-// number of kernels in the module falls to a quarter.
-template <int kVec>
-__device__ inline void load_weight(const void* weight, DType type, int64_t i, float (&out)[kVec]) {
-  if (type == DType::kF32)
-    load<kVec>(static_cast<const float*>(weight) + i, out);
-  else if (type == DType::kBF16)
-    load<kVec>(static_cast<const bf16*>(weight) + i, out);
-  else
-    load<kVec>(static_cast<const fp16*>(weight) + i, out);
-}
-
 template <typename X, typename Y, int kVec, int kThreads>
 __global__ void __launch_bounds__(kBlock) rms_norm_forward_kernel(NormForward a, DType weight) {
   __shared__ float scratch[kBlock / 32];
@@ -44,7 +32,7 @@ __global__ void __launch_bounds__(kBlock) rms_norm_forward_kernel(NormForward a,
     for (int64_t i = int64_t{threadIdx.x} * kVec; i < h; i += kThreads * kVec) {
       float v[kVec], w[kVec];
       load<kVec>(x + i, v);
-      load_weight<kVec>(a.weight, weight, i, w);
+      load_any<kVec>(a.weight, weight, i, w);
 #pragma unroll
       for (int j = 0; j < kVec; ++j)
         v[j] = a.gemma ? v[j] * rstd * (a.offset + w[j]) : rounded<X>(v[j] * rstd) * w[j];
@@ -80,7 +68,7 @@ __global__ void __launch_bounds__(kBlock)
         float g[kVec], v[kVec], w[kVec];
         load<kVec>(grad + i, g);
         load<kVec>(x + i, v);
-        load_weight<kVec>(a.weight, weight, i, w);
+        load_any<kVec>(a.weight, weight, i, w);
 #pragma unroll
         for (int j = 0; j < kVec; ++j) c += g[j] * (offset + w[j]) * (v[j] * rstd);
       }
@@ -90,7 +78,7 @@ __global__ void __launch_bounds__(kBlock)
       float g[kVec], v[kVec], w[kVec], out[kVec];
       load<kVec>(grad + i, g);
       load<kVec>(x + i, v);
-      load_weight<kVec>(a.weight, weight, i, w);
+      load_any<kVec>(a.weight, weight, i, w);
 #pragma unroll
       for (int j = 0; j < kVec; ++j) {
         v[j] *= rstd;

@@ -1,4 +1,4 @@
-"""RMSNorm and chunked cross-entropy, forward and backward, with CPU and CUDA kernels.
+"""Fused kernels of transformer blocks and losses, forward and backward, on CPU and CUDA.
 
 Importing this package never touches a GPU.
 """
@@ -18,6 +18,7 @@ except ImportError as error:
 
 from .cross_entropy import causal_lm_loss, chunked_cross_entropy
 from .rms_norm import rms_norm
+from .rotary import rotary
 
 __version__ = version("ts-fused")
-__all__ = ["causal_lm_loss", "chunked_cross_entropy", "rms_norm"]
+__all__ = ["causal_lm_loss", "chunked_cross_entropy", "rms_norm", "rotary"]

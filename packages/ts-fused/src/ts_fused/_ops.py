@@ -1,6 +1,6 @@
 """The native operations of this package: schemas, contracts, fake kernels.
 
-None has a derivative; `rms_norm.py` and `cross_entropy.py` wrap them in autograd functions.
+None has a derivative; `rms_norm.py`, `rotary.py` and `cross_entropy.py` wrap them in autograd functions.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ __all__ = [
     "loss_total",
     "rms_norm_backward",
     "rms_norm_forward",
+    "rotary_heads",
     "scale_cast",
 ]
 
@@ -259,4 +260,72 @@ loss_total = _LIBRARY.define(
     cpu=_loss_total,
     fake=lambda losses: torch.empty((), dtype=torch.float64, device=losses.device),
     check=_check_losses,
+)
+
+
+MAX_ROTARY_DIM = 1024
+
+
+def _check_rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, inverse: bool
+) -> None:
+    op = "rotary"
+    _expect_float(op, "q", q)
+    if q.dim() != 4:
+        raise ArgumentError(message(op, "q", "four dimensions", f"shape {tuple(q.shape)}"))
+    if k is not None:
+        if k.dtype != q.dtype:
+            raise ArgumentTypeError(message(op, "k", f"the dtype of q, {q.dtype}", str(k.dtype)))
+        _expect_device(op, "k", k, q)
+        wanted = (q.shape[0], q.shape[1], k.shape[2] if k.dim() == 4 else "heads", q.shape[3])
+        if k.dim() != 4 or tuple(k.shape) != wanted:
+            raise ArgumentError(message(op, "k", f"(batch, tokens, heads, dim) = {wanted}", tuple(k.shape)))
+    if not (2 <= rotary_dim <= min(q.shape[3], MAX_ROTARY_DIM)) or rotary_dim % 2:
+        given = f"{rotary_dim} with heads of {q.shape[3]}"
+        raise ArgumentError(
+            message(op, "rotary_dim", "an even number of 2 to the head's size and 1024", given)
+        )
+    _expect_float(op, "cos", cos)
+    if sin.dtype != cos.dtype:
+        raise ArgumentTypeError(message(op, "sin", f"the dtype of cos, {cos.dtype}", str(sin.dtype)))
+    for name, tensor in (("cos", cos), ("sin", sin)):
+        _expect_device(op, name, tensor, q)
+        if tensor.dim() != 3 or tensor.shape[-1] not in (rotary_dim, rotary_dim // 2):
+            wide = f"a last dimension of {rotary_dim} or {rotary_dim // 2}"
+            raise ArgumentError(message(op, name, wide, f"shape {tuple(tensor.shape)}"))
+        _expect_shape(op, name, tensor, (q.shape[0], q.shape[1], cos.shape[-1]))
+
+
+def _heads_like(x: Tensor) -> Tensor:
+    # As with PyTorch's own elementwise operations, a transposed view in gives a transposed view out.
+    out = torch.empty_like(x)
+    return out if out.stride(-1) == 1 else torch.empty(x.shape, dtype=x.dtype, device=x.device)
+
+
+def _empty_rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    return _heads_like(q), q.new_empty((0,)) if k is None else _heads_like(k)
+
+
+def _packed_rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.stride(-1) == 1 or tensor.shape[-1] == 1 else tensor.contiguous()
+
+
+def _rotary(
+    q: Tensor, k: Tensor | None, cos: Tensor, sin: Tensor, rotary_dim: int, interleaved: bool, inverse: bool
+) -> tuple[Tensor, Tensor]:
+    q_out, k_out = _empty_rotary(q, k, cos, sin, rotary_dim, interleaved, inverse)
+    q, cos, sin = _packed_rows(q), _packed_rows(cos), _packed_rows(sin)
+    second = (None, None) if k is None else (_packed_rows(k), k_out)
+    _C.rotary(q, second[0], cos, sin, q_out, second[1], rotary_dim, interleaved, inverse)
+    return q_out, k_out
+
+
+rotary_heads = _LIBRARY.define(
+    "rotary_heads(Tensor q, Tensor? k, Tensor cos, Tensor sin, int rotary_dim, bool interleaved, "
+    "bool inverse) -> (Tensor, Tensor)",
+    cpu=_rotary,
+    fake=_empty_rotary,
+    check=_check_rotary,
 )

@@ -1,4 +1,4 @@
-"""Both operations in plain PyTorch: what they mean, and the oracle of the tests.
+"""The operations in plain PyTorch: what they mean, and the oracle of the tests.
 
 Every function works in the dtype of its arguments, so float64 arguments give the float64 truth.
 """
@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["causal_lm_loss", "chunked_cross_entropy", "rms_norm"]
+__all__ = ["causal_lm_loss", "chunked_cross_entropy", "rms_norm", "rotary"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
@@ -33,6 +33,54 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
     if offset == 0.0:
         return weight * h.to(x.dtype)
     return (h * (offset + weight.to(wide))).to(x.dtype)
+
+
+def rotary(
+    q: Tensor,
+    k: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    unsqueeze_dim: int = 1,
+    interleaved: bool = False,
+    rotary_dim: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Turn pairs of elements: `x * cos + partner(x) * sin`, the first of a pair with `-sin`.
+
+    Args:
+        q: `(B, heads, S, D)`, or `(B, S, heads, D)` with `unsqueeze_dim` 2.
+        k: As `q`.
+        cos: `(B or 1, S, W)` or `(S, W)`.
+        sin: As `cos`.
+        unsqueeze_dim: Where the heads are.
+        interleaved: Pairs are (2i, 2i + 1), else (i, i + R / 2).
+        rotary_dim: `R`: elements that turn; None: `W`.
+
+    Returns:
+        The two results.
+
+    Example:
+        >>> x = torch.tensor([1.0, 0.0]).view(1, 1, 1, 2)
+        >>> rotary(x, x, torch.zeros(1, 1, 2), torch.ones(1, 1, 2))[1].flatten()
+        tensor([0., 1.])
+    """
+    size = cos.shape[-1] if rotary_dim is None else rotary_dim
+
+    def full(angle: Tensor) -> Tensor:
+        if angle.shape[-1] != size:
+            angle = angle.repeat_interleave(2, -1) if interleaved else torch.cat([angle, angle], -1)
+        return angle.unsqueeze(-3 if unsqueeze_dim == 1 else -2)
+
+    def partner(x: Tensor) -> Tensor:
+        if interleaved:
+            return torch.stack([-x[..., 1::2], x[..., ::2]], -1).flatten(-2)
+        return torch.cat([-x[..., size // 2 :], x[..., : size // 2]], -1)
+
+    def turn(x: Tensor) -> Tensor:
+        head, rest = x[..., :size], x[..., size:]
+        return torch.cat([(head * full(cos) + partner(head) * full(sin)).to(x.dtype), rest], -1)
+
+    return turn(q), turn(k)
 
 
 def chunked_cross_entropy(

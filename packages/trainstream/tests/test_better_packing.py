@@ -1,4 +1,4 @@
-"""`keep_precise` and `error_rank` of `wrap()`: what is packed, what is reported, where adapters start."""
+"""`keep_precise`, `error_rank`, `double_quant` of `wrap()`: what is packed, and where adapters start."""
 
 import copy
 
@@ -8,7 +8,7 @@ from torch import nn
 
 import trainstream
 from ts_core.testing import assert_bit_equal, seeded
-from ts_quant import QuantizedTensor, dequantize, quantize, quantize_model
+from ts_quant import Meta, QuantizedTensor, dequantize, quantize, quantize_model
 from ts_quant.error_fit import quantize_with_error
 
 WIDTH = 32
@@ -161,3 +161,41 @@ def test_ignored_where_there_is_nothing_above(codec):
 def test_a_rank_without_packing_is_ignored():
     model, _ = trainstream.wrap(frozen(), quantize="none", error_rank=4)
     assert "error_rank=4 ignored: no weight is packed here" in events(model)
+
+
+@pytest.mark.parametrize("places", PLACES)
+@pytest.mark.parametrize("codec", ["nf4", "int8"])
+def test_scales_are_quantized_too(places, codec, tmp_path):
+    model = frozen()
+    same = copy.deepcopy(model)
+    report = quantize_model(same, codec, double_quant=True)
+    plain = quantize_model(copy.deepcopy(model), codec)["bytes_after"]
+    model.head.requires_grad_(True)
+    where = {**places, "disk_offload": str(tmp_path)}
+    model, _ = trainstream.wrap(model, quantize=codec, double_quant=True, device="cpu", **where)
+    assert "double_quant=True: scales are quantized too" in events(model)
+    assert model._trainstream_session.plan.numerics.double_quant
+    for p, q in zip(packed(model), packed(same), strict=True):
+        assert p.meta == q.meta == Meta.make(64, double_quant=True)
+        for name, part in q.packed.items():
+            assert_bit_equal(p.packed[name], part)
+    assert sum(p.packed_bytes for p in packed(model)) == report["bytes_after"] != plain
+    x = torch.ones(2, WIDTH)
+    for _ in range(2):
+        model(x).sum().backward()
+    assert_bit_equal(trainstream.unwrap(model)(x), same(x))
+
+
+def test_quantized_scales_and_a_weight_moved_up():
+    model = frozen()
+    same = copy.deepcopy(model)
+    report = quantize_model(same, keep_precise=0.2, double_quant=True)
+    model, _ = trainstream.wrap(model, quantize="nf4", keep_precise=0.2, double_quant=True)
+    assert [(p.codec, p.meta) for p in packed(model)] == [(p.codec, p.meta) for p in packed(same)]
+    # In matrices as small as these the map of nf4 costs more than int8 codes do.
+    assert report["kept_precise"] == sum(p.codec == "int8" for p in packed(model)) > 1
+
+
+def test_no_scales_without_a_codec():
+    model, _ = trainstream.wrap(frozen(), quantize="none", double_quant=True)
+    assert "double_quant=True: ignored: no weight is packed here" in events(model)

@@ -61,7 +61,7 @@ def test_it_holds_placement_numerics_and_version(tmp_path):
 
 
 def test_what_was_left_open_is_forced_and_placement_is_not(tmp_path):
-    made = wrapped(quantize="nf4", quant_block_size=32, keep_precise=0.5, error_rank=2)
+    made = wrapped(quantize="nf4", quant_block_size=32, keep_precise=0.5, error_rank=2, double_quant=True)
     saved = saved_by(made, tmp_path)
     forced = saved.force({"param_offload": True, "moment_dtype": "auto"}, build())
     assert forced == {
@@ -74,6 +74,7 @@ def test_what_was_left_open_is_forced_and_placement_is_not(tmp_path):
         "keep_precise": 0.5,
         "error_rank": 2,
         "error_iters": 1,
+        "double_quant": True,
     }
     again = wrapped(**forced, disk_offload=str(tmp_path))
     saved.check(session_of(again))
@@ -92,6 +93,7 @@ def test_what_was_left_open_is_forced_and_placement_is_not(tmp_path):
         ({}, "quantize", "nf4"),
         ({"quantize": "nf4", "keep_precise": 0.5}, "keep_precise", 0.25),
         ({"quantize": "nf4", "error_rank": 2}, "error_rank", 4),
+        ({"quantize": "nf4", "double_quant": True}, "double_quant", False),
     ],
 )
 def test_what_asks_for_other_bits_is_an_error_that_names_it(tmp_path, made, option, value):

@@ -94,16 +94,16 @@ def decide(
     forced = _forced(inventory, want, options)
     settling = _settling(inventory, device, optimizer)
 
-    size, fit = options.quant_block_size, options.error_rank
+    size, fit, double = options.quant_block_size, options.error_rank, options.double_quant
     precise: dict[str, frozenset[int]] = {}
 
     def specs_of(codec: str, moments: str) -> list[GroupSpec]:
         packed = frozen if codec != "none" else frozenset()
         if codec not in precise:  # measured once, where it is asked for and the codec has one above it
             weights = ((id(p), p) for p in frozen_weights(model, blocks))
-            precise[codec] = precise_names(weights, codec, size, options.keep_precise)
+            precise[codec] = precise_names(weights, codec, size, options.keep_precise, double)
         kept = precise[codec]
-        return inventory.specs(device, optimizer, codec, size, packed, settling, moments, kept, fit)
+        return inventory.specs(device, optimizer, codec, size, packed, settling, moments, kept, fit, double)
 
     def decided(found: _Found, adapts: bool, why: list[str], held: int = 0, governed: bool = True) -> Decided:
         packed = frozen if found.codec != "none" else frozenset()
@@ -370,6 +370,7 @@ def make_plan(
             keep_precise=options.keep_precise,
             error_rank=options.error_rank,
             error_iters=options.error_iters,
+            double_quant=options.double_quant,
         ),
         optimizer=optimizer.mode if isinstance(optimizer, OffloadAdamW) else "none",
         prefetch_depth=options.prefetch_depth,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -19,6 +19,7 @@ from ts_paging.rows import gathers
 from ts_paging.slots import SlotLayout
 from ts_quant import QuantizedTensor
 from ts_quant.error_fit import fits
+from ts_quant.functional import meta_for
 from ts_quant.precision import NEXT_CODEC
 
 __all__ = ["Inventory", "Unit", "reserve_for"]
@@ -164,6 +165,7 @@ class Inventory:
         moments: str = "float32",
         precise: frozenset[int] = frozenset(),
         error_rank: int = 0,
+        double_quant: bool = False,
     ) -> list[GroupSpec]:
         """Return what each unit takes.
 
@@ -178,13 +180,15 @@ class Inventory:
             moments: Format of the moments of an `OffloadAdamW`.
             precise: ids of those in `packed` that move up one codec.
             error_rank: Rank of the fit that each of those in `packed` gets; it stays in RAM.
+            double_quant: Whether their scales are quantized too, where the codec can.
         """
         held = _trained_by(optimizer)
         cpu = device.type == "cpu"
         ours = isinstance(optimizer, OffloadAdamW)
         each = _MOMENTS[moments] if ours else 8
+        size_of = _sizes(codec, block_size, double_quant, packed, precise)
         found = [
-            self._spec(unit, cpu or index in settling, ours, held, each, codec, block_size, packed, precise)
+            self._spec(unit, cpu or index in settling, ours, held, each, size_of)
             for index, unit in enumerate(self.units)
         ]
         fits = [
@@ -214,17 +218,8 @@ class Inventory:
         ours: bool,
         held: frozenset[int],
         moments: float,
-        codec: str,
-        block_size: int,
-        packed: frozenset[int],
-        precise: frozenset[int],
+        stored: Callable[[Tensor], int],
     ) -> GroupSpec:
-        def stored(parameter: Tensor) -> int:
-            if id(parameter) in packed and codec != "none":
-                chosen = NEXT_CODEC[codec] if id(parameter) in precise else codec
-                return int(registry.codec(chosen).packed_bytes(parameter.numel(), block_size))
-            return parameter_bytes(parameter)
-
         device = host = paged = scratch = foreign = 0
         for parameter in unit.pageable:
             grad, state, on_host = _training_bytes(parameter, held, beside, moments)
@@ -254,6 +249,20 @@ class Inventory:
             scratch=scratch,
             pageable=bool(unit.pageable),
         )
+
+
+def _sizes(
+    codec: str, block_size: int, double_quant: bool, packed: frozenset[int], precise: frozenset[int]
+) -> Callable[[Tensor], int]:
+    """Return what says how many bytes a Parameter takes, packed or not."""
+
+    def stored(parameter: Tensor) -> int:
+        if id(parameter) not in packed or codec == "none":
+            return parameter_bytes(parameter)
+        chosen: Any = registry.codec(NEXT_CODEC[codec] if id(parameter) in precise else codec)
+        return int(chosen.packed_bytes(tuple(parameter.shape), meta_for(chosen, block_size, double_quant)))
+
+    return stored
 
 
 def _keeps_its_own(module: nn.Module) -> bool:

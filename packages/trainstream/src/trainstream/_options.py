@@ -270,7 +270,6 @@ class WrapOptions:
         self.error_rank = options.integer("error_rank", self.error_rank, minimum=0)
         self.error_iters = options.integer("error_iters", self.error_iters, minimum=1)
         options.boolean("double_quant", self.double_quant)
-        options.not_yet("double_quant", self.double_quant, (False,))
 
     def _check_environment(self) -> None:
         for variable, option in _BUDGET_VARIABLES.items():

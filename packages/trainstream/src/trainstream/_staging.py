@@ -73,6 +73,7 @@ def stage(
     optimizer: Optimizer | None = None,
     precise: frozenset[int] = frozenset(),
     fit: tuple[int, int] = (0, 1),
+    double_quant: bool = False,
 ) -> Staged:
     """Make new values for what changes its place or its codec.
 
@@ -87,6 +88,7 @@ def stage(
         optimizer: The optimizer; not changed.
         precise: ids of those of `quantized` that move up one codec.
         fit: Rank and iterations of the fit of their error; it stays in RAM.
+        double_quant: Whether their scales are quantized too.
 
     Returns:
         What `commit` puts in place.
@@ -100,7 +102,9 @@ def stage(
             staged.left += parts_of(value)
         if id(tensor) in quantized:
             chosen = NEXT_CODEC[codec] if id(tensor) in precise else codec
-            made = quantize_with_error(value.to(device), chosen, *fit, block_size=block_size)
+            made = quantize_with_error(
+                value.to(device), chosen, *fit, block_size=block_size, double_quant=double_quant
+            )
             value = tiers.store(tensor, made) if here else _fit_in_ram(made, made)
             staged.replaced[id(tensor)] = nn.Parameter(value, requires_grad=False)
         elif here:

@@ -107,7 +107,8 @@ def wrap(
         size = checked.quant_block_size
         fit = checked.error_rank, checked.error_iters
         coded = model, decided.packed, device, decided.codec, size
-        staged = stage(*coded, paged, tiers, adopted, decided.precise, fit)
+        double = checked.double_quant
+        staged = stage(*coded, paged, tiers, adopted, decided.precise, fit, double)
         tiers.renamed(staged.replaced)
         paged = {id(p): p for p in (staged.replaced.get(key, p) for key, p in paged.items())}
         undo = commit(model, adopted, staged)
@@ -248,6 +249,9 @@ def _quality(session: Session, decided: Decided, started: int) -> list[str]:
         lines.append(f"error_rank={options.error_rank} ignored: no weight is packed here")
     elif options.error_rank:
         lines.append(f"error_rank={options.error_rank}: a fit of the error is kept with packed matrices")
+    if options.double_quant:
+        what = "scales are quantized too" if decided.packed else "ignored: no weight is packed here"
+        lines.append(f"double_quant=True: {what}")
     if started:
         lines.append(f"error fit: {started} adapters start from it")
     return lines

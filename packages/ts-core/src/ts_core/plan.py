@@ -63,6 +63,7 @@ class Numerics:
         keep_precise: Share of extra bytes for weights that move up one codec.
         error_rank: Rank of the fit of the quantization error that adapters start from.
         error_iters: How often it was made anew.
+        double_quant: Whether scales are quantized too, where the codec can.
     """
 
     quantize: str = "none"
@@ -73,6 +74,7 @@ class Numerics:
     keep_precise: float = 0.0
     error_rank: int = 0
     error_iters: int = 1
+    double_quant: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

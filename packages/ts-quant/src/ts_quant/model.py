@@ -84,7 +84,7 @@ def quantize_model(
         error_rank: Rank of a fit of each matrix's error, kept with it for `init_lora_from_error`; 0 is none.
             Matrices that are not larger than their two factors, stacks and meta weights have none.
         error_iters: How often to quantize and refit; 1 leaves the packed bytes as they are without a fit.
-        double_quant: Quantize the scales too, where the codec can.
+        double_quant: Quantize the scales too: nf4 and int8 (see `quantize`); other codecs refuse it.
 
     Returns:
         `{"tensors": how many were packed, "kept_precise": how many of them one codec up, "bytes_before",
@@ -116,7 +116,8 @@ def quantize_model(
     try:
         if share and codec not in NEXT_CODEC:
             _LOG.info("keep_precise=%g ignored: %s has no codec above it", share, codec)
-        precise = precise_names(((w.name, w.parameter) for w in weights), codec, block_size, share)
+        named = ((w.name, w.parameter) for w in weights)
+        precise = precise_names(named, codec, block_size, share, double_quant)
         for weight in weights:
             where = weight.name
             before = weight.parameter.numel() * weight.parameter.element_size()

@@ -98,7 +98,9 @@ class Candidate:
     gain: float
 
 
-def measure(key: Any, tensor: torch.Tensor, codec: str, block_size: int) -> Candidate:
+def measure(
+    key: Any, tensor: torch.Tensor, codec: str, block_size: int, double_quant: bool = False
+) -> Candidate:
     """Encode a weight in its codec and in the next one, and compare.
 
     Args:
@@ -106,6 +108,7 @@ def measure(key: Any, tensor: torch.Tensor, codec: str, block_size: int) -> Cand
         tensor: The weight.
         codec: A codec of `NEXT_CODEC`.
         block_size: Values per scale.
+        double_quant: Quantize the scales too.
 
     Returns:
         Bytes and gain; nothing of the encoded weight is kept.
@@ -116,7 +119,7 @@ def measure(key: Any, tensor: torch.Tensor, codec: str, block_size: int) -> Cand
     """
     sizes, errors = [], []
     for each in (codec, NEXT_CODEC[codec]):
-        made = quantize(tensor.detach(), each, block_size=block_size)
+        made = quantize(tensor.detach(), each, block_size=block_size, double_quant=double_quant)
         sizes.append(made.packed_bytes)
         errors.append(relative_error(tensor, made))
         del made
@@ -150,7 +153,11 @@ def choose(candidates: Sequence[Candidate], share: float) -> list[Any]:
 
 
 def precise_names(
-    weights: Iterable[tuple[Any, torch.Tensor]], codec: str, block_size: int, share: float
+    weights: Iterable[tuple[Any, torch.Tensor]],
+    codec: str,
+    block_size: int,
+    share: float,
+    double_quant: bool = False,
 ) -> frozenset[Any]:
     """Measure weights one by one and choose those that move up one codec.
 
@@ -159,6 +166,7 @@ def precise_names(
         codec: Their codec.
         block_size: Values per scale.
         share: Extra bytes as a fraction of the plain ones.
+        double_quant: Quantize the scales too.
 
     Returns:
         The keys; none where there is no next codec.
@@ -169,4 +177,5 @@ def precise_names(
     """
     if not share or codec not in NEXT_CODEC or NEXT_CODEC[codec] not in registry.codecs():
         return frozenset()
-    return frozenset(choose([measure(key, w, codec, block_size) for key, w in weights], share))
+    found = [measure(key, weight, codec, block_size, double_quant) for key, weight in weights]
+    return frozenset(choose(found, share))

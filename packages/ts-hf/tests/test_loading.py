@@ -343,12 +343,27 @@ def test_packs_block_matrices_and_nothing_else(kind, codec, device, tmp_path, id
     numel=st.integers(1, 5000),
     block=st.integers(1, 64).map(lambda n: 2 * n),
     codec=st.sampled_from(["int8", "nf4"]),
+    double=st.booleans(),
 )
-def test_packed_bytes_is_what_the_codec_takes(numel, block, codec):
-    assert (
-        loading.packed_bytes(numel, codec, block)
-        == ts_quant.quantize(torch.ones(numel), codec, block_size=block).packed_bytes
-    )
+def test_packed_bytes_is_what_the_codec_takes(numel, block, codec, double):
+    packed = ts_quant.quantize(torch.ones(numel), codec, block_size=block, double_quant=double)
+    assert loading.packed_bytes(numel, codec, block, double) == packed.packed_bytes
+
+
+@pytest.mark.parametrize("codec", ["int8", "nf4"])
+@pytest.mark.parametrize("files", [False, True])
+def test_scales_are_quantized_while_reading(tmp_path, codec, files):
+    folder = save(tiny_model(), tmp_path)
+    plain = load_model(folder, dtype=torch.float32)
+    where = {"disk_offload": str(tmp_path)} if files else {}
+    model = load_model(folder, quantize=codec, dtype=torch.float32, double_quant=True, **where)
+    packed = {n: p for n, p in model.named_parameters() if isinstance(p, ts_quant.QuantizedTensor)}
+    assert packed
+    for name, parameter in packed.items():
+        want = ts_quant.quantize(plain.get_parameter(name), codec, double_quant=True)
+        assert parameter.meta == want.meta
+        for part, tensor in want.packed.items():
+            assert torch.equal(parameter.packed[part], tensor)
 
 
 def test_auto_packs_only_as_far_as_needed(tmp_path, monkeypatch):
@@ -477,7 +492,7 @@ def test_random_weights_need_only_the_config_file(tmp_path):
         ("keep_precise", 0.05, "not available"),
         ("error_rank", -1, ">= 0"),
         ("error_iters", 0, ">= 1"),
-        ("double_quant", True, "not available"),
+        ("double_quant", 1, "True or False"),
         ("disk_offload", 3, "expected None or a directory"),
         ("dtype", "float64", "expected one of"),
         ("dtype", "int8", "expected one of"),

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from ts_core import registry
 from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, OptionError
 from ts_core.memory import format_bytes, host_budget
@@ -48,15 +49,17 @@ class _Options:
     device: torch.device
     files: FileTensors | None
     fit: tuple[int, int] = (0, 1)
+    double_quant: bool = False
 
 
-def packed_bytes(numel: int, codec: str, block_size: int) -> int:
-    """Return the bytes that a matrix takes in a codec: codes plus one fp32 scale per block.
+def packed_bytes(numel: int, codec: str, block_size: int, double_quant: bool = False) -> int:
+    """Return the bytes that a matrix takes in a codec: codes and scales.
 
     Args:
         numel: Number of values.
         codec: "int8" or "nf4".
         block_size: Values per scale.
+        double_quant: Whether the scales are quantized too.
 
     Returns:
         Bytes.
@@ -66,8 +69,8 @@ def packed_bytes(numel: int, codec: str, block_size: int) -> int:
         (72, 136)
     """
     choice("codec", codec, CODECS)
-    codes = numel if codec == "int8" else (numel + 1) // 2
-    return codes + 4 * (-(-numel // block_size))
+    found: Any = registry.codec(codec)
+    return int(found.packed_bytes(numel, found.meta(block_size, double_quant=double_quant)))
 
 
 def _quantize_option(value: object) -> str | None:
@@ -89,9 +92,8 @@ def _device_option(value: object) -> torch.device:
     return device
 
 
-def _refuse_later_options(keep_precise: object, double_quant: object) -> None:
+def _refuse_later_options(keep_precise: object) -> None:
     not_yet("keep_precise", keep_precise, (0, 0.0, False, None))
-    not_yet("double_quant", double_quant, (False,))
 
 
 def _free_bytes() -> int:
@@ -117,7 +119,9 @@ def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tup
     if files is None and limit is not None and options.device.type == "cpu":
         packed = options.quantize if options.quantize in CODECS else None
         need = sum(
-            packed_bytes(numel, packed, options.block_size) if packed and name in names else size
+            packed_bytes(numel, packed, options.block_size, options.double_quant)
+            if packed and name in names
+            else size
             for name, (numel, size) in _sizes(model).items()
         )
         files = open_files(tempfile.gettempdir()) if need > limit else None
@@ -129,7 +133,8 @@ def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tup
     codec, reason = _choose_codec(model, names, options, home is not None)
     if options.fit[0] and codec is None:
         reason += f"; error_rank={options.fit[0]} ignored: nothing is packed"
-    return Packing(codec, options.block_size, names, skipped, home, options.fit), reason
+    double = options.double_quant
+    return Packing(codec, options.block_size, names, skipped, home, options.fit, double_quant=double), reason
 
 
 def _kept_reason(options: _Options, method: str) -> str:
@@ -159,7 +164,9 @@ def _choose_codec(
         return None, f"{format_bytes(full)} fits in {format_bytes(int(room))}"
     for codec in CODECS:
         packed = rest + sum(
-            packed_bytes(sizes[name][0], codec, options.block_size) for name in names if name in sizes
+            packed_bytes(sizes[name][0], codec, options.block_size, options.double_quant)
+            for name in names
+            if name in sizes
         )
         if packed <= room:
             return codec, f"{format_bytes(full)} does not fit in {format_bytes(int(room))}, {codec} does"
@@ -425,7 +432,7 @@ def load_model(
         error_rank: Rank of a fit of each packed matrix's error, kept with it: `wrap()` and
             `ts_quant.init_lora_from_error` start LoRA adapters from it. 0: none.
         error_iters: How often a matrix is quantized and its fit made anew.
-        double_quant: Not in this release.
+        double_quant: Quantize the scales too: 8 bits each, and one fp32 per 256 of them.
         disk_offload: An existing directory, or a `ts_paging.files.FileTensors`. The weights (those of the
             blocks, and of at least 1 MiB outside them; packed ones packed) are written to private files there
             while they are read, and are mapped from them: RAM never holds more than one tensor of the model,
@@ -462,7 +469,7 @@ def load_model(
         0.79
     """
     started = time.perf_counter()
-    _refuse_later_options(keep_precise, double_quant)
+    _refuse_later_options(keep_precise)
     options = _Options(
         _quantize_option(quantize),
         parse_dtype(dtype, accepted=_DTYPES),
@@ -472,6 +479,7 @@ def load_model(
         _device_option(device),
         None,
         (integer("error_rank", error_rank, minimum=0), integer("error_iters", error_iters, minimum=1)),
+        boolean("double_quant", double_quant),
     )
     if disk_offload is not None and options.device.type != "cpu":
         raise OptionError(

@@ -84,6 +84,7 @@ class Packing:
         home: The files that hold the parameters, or None if they stay in memory.
         fit: Rank and iterations of the fit of the error that packed matrices keep.
         decoded: Weights that the checkpoint stores quantized and that were decoded, and why.
+        double_quant: Whether the codec's scales are quantized too.
     """
 
     codec: str | None
@@ -93,6 +94,7 @@ class Packing:
     home: FileHome | None = None
     fit: tuple[int, int] = (0, 1)
     decoded: dict[str, str] = field(default_factory=dict)
+    double_quant: bool = False
 
     def packs(self, name: str) -> bool:
         """Whether the codec applies to a parameter."""
@@ -102,7 +104,9 @@ class Packing:
         """Make the parameter that replaces `old`: packed if the name says so, and where it is to live."""
         trained = old.requires_grad and tensor.is_floating_point() and not isinstance(tensor, QuantizedTensor)
         if self.codec is not None and name in self.names:
-            tensor = quantize_with_error(tensor, self.codec, *self.fit, block_size=self.block_size, name=name)
+            size, double = self.block_size, self.double_quant
+            how: Any = {"block_size": size, "double_quant": double, "name": name}
+            tensor = quantize_with_error(tensor, self.codec, *self.fit, **how)
             trained = False
         if self.home is not None:
             tensor = self.home.place(name, tensor)

@@ -56,8 +56,10 @@ void bind_bnb(nb::module_& m);
 void bind_fp_published(nb::module_& m);
 void bind_gguf(nb::module_& m);
 void bind_groups(nb::module_& m);
+void bind_fp8(nb::module_& m);
 void bind_int8(nb::module_& m);
 void bind_nested(nb::module_& m);
 void bind_nf4(nb::module_& m);
+void bind_nvfp4(nb::module_& m);
 
 }  // namespace ts::quant

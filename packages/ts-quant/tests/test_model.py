@@ -183,8 +183,7 @@ def test_frees_each_weight_before_the_next(model, monkeypatch):
 @pytest.mark.parametrize(
     "options",
     [
-        {"quantize": "fp8"},
-        {"quantize": "nvfp4"},
+        {"quantize": "fp9"},
         {"quantize": "int4"},
         {"quantize": None},
         {"block_size": 0},

@@ -76,7 +76,7 @@ def test_not_finite_is_refused_by_name(codec, value):
     ("error", "match", "call"),
     [
         (OptionError, "codec", lambda: quantize(torch.ones(4), "nf5")),
-        (OptionError, "not available in this release", lambda: quantize(torch.ones(4), "fp8")),
+        (OptionError, "fp9", lambda: quantize(torch.ones(4), "fp9")),
         (OptionError, "double_quant", lambda: quantize(torch.ones(4), double_quant=1)),
         (OptionError, "block_size", lambda: quantize(torch.ones(4), block_size=7)),
         (OptionError, "block_size", lambda: quantize(torch.ones(4), block_size=64.0)),

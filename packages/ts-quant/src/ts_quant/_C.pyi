@@ -84,6 +84,27 @@ def dequantize_published_fp8(
     tile_columns: int,
     threads: int = 0,
 ) -> None: ...
+def quantize_fp8(
+    x: torch.Tensor, codes: torch.Tensor, scale: torch.Tensor, layout: int, threads: int = 0
+) -> None: ...
+def dequantize_fp8(
+    codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, layout: int, threads: int = 0
+) -> None: ...
+def quantize_nvfp4(
+    x: torch.Tensor,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    tensor_scale: torch.Tensor,
+    peak: torch.Tensor,
+    threads: int = 0,
+) -> None: ...
+def dequantize_nvfp4(
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    tensor_scale: torch.Tensor,
+    out: torch.Tensor,
+    threads: int = 0,
+) -> None: ...
 def isa() -> str: ...
 def set_isa(name: str) -> None: ...
 def pool_address() -> int: ...

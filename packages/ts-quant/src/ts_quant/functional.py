@@ -8,22 +8,30 @@ import torch
 
 from ts_core import registry
 from ts_core.errors import ArgumentTypeError, OptionError, message
-from ts_core.options import boolean, choice, integer, not_yet
+from ts_core.options import boolean, choice, integer
 
-from .codecs import Meta, PackedCodec
+from .codecs import Meta, PackedCodec, resolve
 from .tensor import QuantizedTensor
 
 __all__ = ["dequantize", "quantize"]
 
 
-_LATER = ("fp8", "nvfp4")
+def find_codec(option: str, value: Any, device: torch.device | str | None = None) -> registry.Codec:
+    """Return the codec of a name; "fp8" is what the device computes.
 
+    Args:
+        option: What to call the value in messages.
+        value: The name.
+        device: Where the weights are going to compute; `None` is the current GPU, if there is one.
 
-def find_codec(option: str, value: Any) -> registry.Codec:
-    """Return the codec of a name; codecs that are planned but not there say so."""
-    if isinstance(value, str) and value in _LATER and value not in registry.codecs():
-        not_yet(option, value, registry.codecs())
-    return registry.codec(choice(option, value, registry.codecs()))
+    Returns:
+        The codec.
+
+    Raises:
+        OptionError: No codec of this name.
+    """
+    name = choice(option, value, (*registry.codecs(), "fp8"))
+    return registry.codec(resolve(name, device))
 
 
 def meta_for(codec: Any, block_size: Any, double_quant: Any = False) -> Meta:

@@ -200,6 +200,12 @@ class PackedCodec:
         """
         return None
 
+    def check_fixed(self, meta: Meta, function: str) -> None:
+        """Raise `ArgumentError` unless the description is the only one that a fixed layout has."""
+        wanted = self.meta(2)
+        if meta != wanted:
+            raise ArgumentError(message(function, "meta", f"{wanted} for {self.name!r}", meta))
+
     def check_source(self, tensor: torch.Tensor, name: str) -> None:
         """Raise `ArgumentTypeError` unless the tensor has one of the dtypes that are encoded."""
         if tensor.dtype not in FLOATS:

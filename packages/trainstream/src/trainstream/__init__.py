@@ -13,7 +13,7 @@ from ts_core.blocks import find_blocks
 from ts_core.errors import TrainStreamError
 from ts_core.hardware import HardwareProfile, profile_hardware
 from ts_core.usage import host_usage
-from ts_fused import causal_lm_loss, chunked_cross_entropy, rms_norm
+from ts_fused import causal_lm_loss, chunked_cross_entropy, dpo_loss, rms_norm, sequence_logprobs
 from ts_optim import OffloadAdamW
 from ts_quant import QuantizedTensor, dequantize, init_lora_from_error, quantize, quantize_model
 
@@ -27,6 +27,7 @@ __all__ = [
     "causal_lm_loss",
     "chunked_cross_entropy",
     "dequantize",
+    "dpo_loss",
     "find_blocks",
     "init_lora_from_error",
     "memory_report",
@@ -34,6 +35,7 @@ __all__ = [
     "quantize",
     "quantize_model",
     "rms_norm",
+    "sequence_logprobs",
     "unwrap",
     "wrap",
 ]

@@ -17,8 +17,21 @@ except ImportError as error:
     ) from error
 
 from .cross_entropy import causal_lm_loss, chunked_cross_entropy
+from .logprobs import sequence_logprobs
+from .preference import PreferenceLoss, dpo_loss, kto_loss, orpo_loss, simpo_loss
 from .rms_norm import rms_norm
 from .rotary import rotary
 
 __version__ = version("ts-fused")
-__all__ = ["causal_lm_loss", "chunked_cross_entropy", "rms_norm", "rotary"]
+__all__ = [
+    "PreferenceLoss",
+    "causal_lm_loss",
+    "chunked_cross_entropy",
+    "dpo_loss",
+    "kto_loss",
+    "orpo_loss",
+    "rms_norm",
+    "rotary",
+    "sequence_logprobs",
+    "simpo_loss",
+]

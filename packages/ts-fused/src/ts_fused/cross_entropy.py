@@ -62,9 +62,17 @@ class _Accumulator:
     """Runs the chunks: losses per row and, where needed, unscaled gradients of their sum."""
 
     def __init__(
-        self, hidden: Tensor, weight: Tensor, bias: Tensor | None, options: _Options, needs: _Needs
+        self,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        options: _Options,
+        needs: _Needs,
+        *,
+        row_scale: Tensor | None = None,
     ) -> None:
         rows, device = hidden.shape[0], hidden.device
+        self.row_scale = row_scale  # (rows, 1): factor of each row's gradient
         self.options, self.needs = options, needs
         self.hidden = hidden
         self.weight = weight.to(options.dtype)
@@ -113,6 +121,8 @@ class _Accumulator:
             o.label_smoothing,
             any(self.needs),
         )
+        if self.row_scale is not None:
+            logits.mul_(self.row_scale[rows])
         if self.grad_hidden is not None:
             if self.grad_hidden.dtype == o.dtype:
                 torch.mm(logits, self.weight, out=self.grad_hidden[rows])

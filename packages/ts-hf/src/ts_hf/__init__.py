@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .loading import load_model, load_tokenizer
     from .losses import backbone, causal_lm_loss_for, count_items
     from .packing import PackedCollator, best_fit, pack_sequences
+    from .preference import reference_logprobs, sequence_logprobs_for
     from .safetensors_reader import SafetensorsReader
     from .saving import save_model, save_safetensors
     from .tokens import stdlib_text, text_dataset
@@ -34,10 +35,12 @@ _HOME = {
     "load_model": "loading",
     "load_tokenizer": "loading",
     "pack_sequences": "packing",
+    "reference_logprobs": "preference",
     "resolve": "checkpoint",
     "save_as_safetensors": "gguf",
     "save_model": "saving",
     "save_safetensors": "saving",
+    "sequence_logprobs_for": "preference",
     "smollm2_path": "gguf",
     "stdlib_text": "tokens",
     "text_dataset": "tokens",
@@ -56,10 +59,12 @@ __all__ = [
     "load_model",
     "load_tokenizer",
     "pack_sequences",
+    "reference_logprobs",
     "resolve",
     "save_as_safetensors",
     "save_model",
     "save_safetensors",
+    "sequence_logprobs_for",
     "smollm2_path",
     "stdlib_text",
     "text_dataset",

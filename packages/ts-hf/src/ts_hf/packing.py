@@ -20,7 +20,14 @@ from ts_core.options import integer
 
 from .losses import backbone
 
-__all__ = ["PackedCollator", "best_fit", "check_isolation", "flatten_rows", "pack_sequences"]
+__all__ = [
+    "PackedCollator",
+    "best_fit",
+    "check_isolation",
+    "document_ids",
+    "flatten_rows",
+    "pack_sequences",
+]
 
 IGNORE = -100
 #: Model types whose documents were seen not to reach each other (tests); others are tried before training.
@@ -233,6 +240,22 @@ class PackedCollator:
         if self.share_rows:
             return pack_sequences(sequences, max_len, labels=labels, pad_id=self.pad_id)
         return _fill([[piece] for piece in _pieces(sequences, labels, max_len)], max_len, self.pad_id)
+
+
+def document_ids(position_ids: Tensor) -> Tensor:
+    """Number the documents of packed rows, row by row: a document begins where the position is 0.
+
+    Args:
+        position_ids: `(rows, max_len)`, of `pack_sequences`; padding counts as a document.
+
+    Returns:
+        int64 of the same shape, from 0; for `segments` of `sequence_logprobs`.
+
+    Example:
+        >>> document_ids(torch.tensor([[0, 1, 0], [0, 0, 1]])).tolist()
+        [[0, 0, 1], [2, 3, 3]]
+    """
+    return ((position_ids == 0).reshape(-1).cumsum(0) - 1).reshape(position_ids.shape)
 
 
 def flatten_rows(batch: dict[str, Any]) -> dict[str, Any]:

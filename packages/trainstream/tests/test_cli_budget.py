@@ -132,10 +132,11 @@ def test_what_the_loss_takes_is_counted_and_never_changed(tmp_path):
 
 def test_a_resumed_run_keeps_the_numerics_of_its_checkpoint(place, tmp_path):
     words = [word for word in WORDS if not word.startswith("steps=")]
-    finetune(*words, "steps=3", "save_steps=2", "wrap.quant_block_size=32", f"output_dir={tmp_path}/run")
+    options = "wrap.quant_block_size=32", "wrap.double_quant=true"
+    finetune(*words, "steps=3", "save_steps=2", *options, f"output_dir={tmp_path}/run")
     checkpoint = tmp_path / "run/checkpoint-2"
     saved = read_plan(checkpoint)
-    assert saved.plan.numerics == Numerics(quantize="nf4", quant_block_size=32)
+    assert saved.plan.numerics == Numerics(quantize="nf4", quant_block_size=32, double_quant=True)
     assert (saved.loss_chunk_size, saved.packed) == (1024, 14)
     refused = CliRunner().invoke(app, ["finetune", f"resume={checkpoint}", "wrap.quant_block_size=64"])
     assert refused.exit_code == 2

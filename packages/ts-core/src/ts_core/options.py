@@ -71,8 +71,8 @@ def not_yet(name: str, value: object, available: Sequence[T]) -> T:
         OptionError: `value` is not among them.
 
     Example:
-        >>> not_yet("double_quant", False, (False,))
-        False
+        >>> not_yet("schedule", "auto", ("auto", "microbatch"))
+        'auto'
     """
     for candidate in available:
         if candidate is value or _same(candidate, value):

@@ -130,6 +130,7 @@ def load_base(
         quantize=codec,
         dtype=dtype,
         quant_block_size=settings.wrap.get("quant_block_size", 64),
+        double_quant=settings.wrap.get("double_quant", False),
         device=device,
         disk_offload=files,
         trust_remote_code=settings.trust_remote_code,

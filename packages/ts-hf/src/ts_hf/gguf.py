@@ -275,12 +275,19 @@ def _place_of(content: str, dtype: torch.dtype) -> Path:
     return cache_dir() / "gguf" / f"{content}-{dtype_name(dtype)}-v{_CONVERSION}"
 
 
-def any_conversion(path: Path) -> Path:
-    """Return a cached conversion of a GGUF file in whatever dtype there is one: the tokenizer is the same."""
+def tokenizer_folder(path: Path) -> Path:
+    """Return a cached folder with a GGUF file's tokenizer: that of any conversion, or one of its own."""
     _check_magic(path)
     content = _content_hash(path)
-    made = [place for dtype in _DTYPES if (place := _place_of(content, dtype)).is_dir()]
-    return made[0] if made else converted_folder(path)
+    for dtype in _DTYPES:
+        if (place := _place_of(content, dtype)).is_dir():
+            return place
+    final = cache_dir() / "gguf" / f"{content}-tokenizer-v{_CONVERSION}"
+    if not final.is_dir():
+        _need_gguf("load_tokenizer")
+        with _appear_whole(final) as work:
+            _tokenizer(path).save_pretrained(work)
+    return final
 
 
 def _convert(path: Path, folder: Path, dtype: torch.dtype) -> None:

@@ -8,6 +8,7 @@ import re
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from ts_core.memory import format_bytes, host_budget
 from ts_core.options import boolean, choice, fraction, integer, not_yet
 from ts_paging.files import FileTensors
 from ts_quant import QuantizedTensor
+from ts_quant.codecs import resolve as resolve_codec
 
 from .build import build_model, import_transformers, initialize, load_config, move_buffers
 from .checkpoint import Checkpoint, Source, resolve
@@ -33,8 +35,8 @@ __all__ = ["load_model", "load_tokenizer", "packed_bytes"]
 
 LOGGER = logging.getLogger("trainstream")
 CODECS = ("int8", "nf4")
+_NAMED = ("fp8", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LATER = ("fp8", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
 # What a checkpoint may hold although no model has a place for it any more.
 _KNOWN_LEFTOVERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 
@@ -52,12 +54,12 @@ class _Options:
     double_quant: bool = False
 
 
-def packed_bytes(numel: int, codec: str, block_size: int, double_quant: bool = False) -> int:
-    """Return the bytes that a matrix takes in a codec: codes and scales.
+def packed_bytes(shape: int | Sequence[int], codec: str, block_size: int, double_quant: bool = False) -> int:
+    """Return the bytes that a tensor takes in a codec: codes and scales.
 
     Args:
-        numel: Number of values.
-        codec: "int8" or "nf4".
+        shape: Its shape, or its number of values where they lie in one dimension.
+        codec: "int8", "nf4", "mxfp8", "fp8_row", "fp8_block" or "nvfp4"; "fp8": what this GPU computes.
         block_size: Values per scale.
         double_quant: Whether the scales are quantized too.
 
@@ -68,16 +70,21 @@ def packed_bytes(numel: int, codec: str, block_size: int, double_quant: bool = F
         >>> packed_bytes(128, "nf4", 64), packed_bytes(128, "int8", 64)
         (72, 136)
     """
-    choice("codec", codec, CODECS)
-    found: Any = registry.codec(codec)
-    return int(found.packed_bytes(numel, found.meta(block_size, double_quant=double_quant)))
+    found: Any = registry.codec(resolve_codec(choice("codec", codec, (*CODECS, *_NAMED))))
+    return int(found.packed_bytes(shape, found.meta(block_size, double_quant=double_quant)))
 
 
 def _quantize_option(value: object) -> str | None:
-    if value in _LATER and isinstance(value, str):
-        not_yet("quantize", value, ("auto", None, *CODECS))
-    chosen = choice("quantize", value, ("auto", "none", None, False, *CODECS))
-    return chosen if isinstance(chosen, str) and chosen != "none" else None
+    chosen = choice("quantize", value, ("auto", "none", None, False, *CODECS, *_NAMED))
+    return resolve_codec(chosen) if isinstance(chosen, str) and chosen != "none" else None
+
+
+def _check_double_quant(codec: str | None, double_quant: bool) -> bool:
+    """Refuse a codec without scales to quantize before anything is read."""
+    if boolean("double_quant", double_quant) and codec in registry.codecs():
+        found: Any = registry.codec(str(codec))
+        found.meta(64, double_quant=True)
+    return double_quant
 
 
 def _device_option(value: object) -> torch.device:
@@ -102,11 +109,13 @@ def _free_bytes() -> int:
     return free if limit is None else min(free, limit)
 
 
-def _sizes(model: Any) -> dict[str, tuple[int, int]]:
-    """Return elements and bytes of every parameter, tied ones once."""
+def _sizes(model: Any) -> dict[str, tuple[tuple[int, ...], int]]:
+    """Return shape and bytes of every parameter, tied ones once."""
     tied = set(getattr(model, "all_tied_weights_keys", None) or {})
     return {
-        n: (p.numel(), p.numel() * p.dtype.itemsize) for n, p in model.named_parameters() if n not in tied
+        n: (tuple(p.shape), p.numel() * p.dtype.itemsize)
+        for n, p in model.named_parameters()
+        if n not in tied
     }
 
 
@@ -117,12 +126,12 @@ def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tup
     # A RAM budget below the model means files even where none were asked for.
     limit = ram_limit()
     if files is None and limit is not None and options.device.type == "cpu":
-        packed = options.quantize if options.quantize in CODECS else None
+        packed = options.quantize if options.quantize != "auto" else None
         need = sum(
-            packed_bytes(numel, packed, options.block_size, options.double_quant)
+            packed_bytes(shape, packed, options.block_size, options.double_quant)
             if packed and name in names
             else size
-            for name, (numel, size) in _sizes(model).items()
+            for name, (shape, size) in _sizes(model).items()
         )
         files = open_files(tempfile.gettempdir()) if need > limit else None
     home = None
@@ -392,9 +401,51 @@ def _folder_of(source: Source, dtype: torch.dtype | None) -> Path:
     """Return a source as a folder; with dtype None the weights in it do not matter."""
     if source.kind == "folder":
         return source.path
-    from .gguf import any_conversion, converted_folder
+    from .gguf import converted_folder, tokenizer_folder
 
-    return any_conversion(source.path) if dtype is None else converted_folder(source.path, dtype=dtype)
+    return tokenizer_folder(source.path) if dtype is None else converted_folder(source.path, dtype=dtype)
+
+
+def _load_packed_gguf(
+    path: Path, options: _Options, overrides: dict[str, Any]
+) -> tuple[Any, Packing, dict[str, Any], str] | None:
+    """Load a GGUF file as it is stored, unless plain weights are asked for or it is none of the known."""
+    from .gguf_packed import load_packed
+
+    if options.quantize is None:
+        return None
+    return load_packed(
+        path,
+        options.dtype,
+        options.device,
+        overrides,
+        lambda model, kept: _make_packing(model, options, kept),
+    )
+
+
+def _load(
+    name_or_path: Any, options: _Options, random: bool, overrides: dict[str, Any]
+) -> tuple[str, Any, Packing, dict[str, Any], str]:
+    """Find the model, build and fill it; returns its name, itself, and what was stored how and why."""
+    if isinstance(name_or_path, import_transformers().PretrainedConfig):
+        if not random:
+            raise OptionError("option random_weights: a config has no weights; pass random_weights=True")
+        source, shown = name_or_path, type(name_or_path).__name__
+    else:
+        trusted = options.trust_remote_code
+        found_at = resolve(name_or_path, trust_remote_code=trusted, weights=not random)
+        shown = found_at.name
+        if found_at.kind == "gguf" and not random:
+            packed = _load_packed_gguf(found_at.path, options, dict(overrides))
+            if packed is not None:
+                return shown, *packed
+        source = _folder_of(found_at, options.dtype)
+    config = load_config(source, overrides, options.trust_remote_code)
+    stored = take_quantization(config, source if isinstance(source, Path) else None)
+    scheme = None if stored is None or random else recognise(stored)
+    if random:
+        return shown, *_load_random(config, options)
+    return shown, *_load_folder(source, config, options, scheme)
 
 
 def load_model(
@@ -423,8 +474,9 @@ def load_model(
     Args:
         name_or_path: A folder in the Hugging Face layout, a hub id, a `.gguf` file, or with `random_weights`
             also a transformers config.
-        quantize: "int8" or "nf4" packs the matrices inside the blocks (never embeddings, output head, norms,
-            biases) and freezes them; None, "none" or False packs nothing; "auto" packs only if the model in
+        quantize: "int8", "nf4", "fp8" (the layout that this GPU computes, or one named: "mxfp8", "fp8_row",
+            "fp8_block") or "nvfp4" packs the matrices inside the blocks (never embeddings, output head,
+            norms, biases) and freezes them; None, "none" or False packs nothing; "auto" packs only if the model in
             `dtype` exceeds `ram_fraction` of the RAM this process may use, int8 before nf4.
         dtype: bf16, fp16 or fp32, as a torch dtype or by name; every floating weight is cast to it.
         quant_block_size: Values per scale; even.
@@ -432,7 +484,7 @@ def load_model(
         error_rank: Rank of a fit of each packed matrix's error, kept with it: `wrap()` and
             `ts_quant.init_lora_from_error` start LoRA adapters from it. 0: none.
         error_iters: How often a matrix is quantized and its fit made anew.
-        double_quant: Quantize the scales too: 8 bits each, and one fp32 per 256 of them.
+        double_quant: Quantize the scales of int8 and nf4 too: 8 bits each, and one fp32 per 256 of them.
         disk_offload: An existing directory, or a `ts_paging.files.FileTensors`. The weights (those of the
             blocks, and of at least 1 MiB outside them; packed ones packed) are written to private files there
             while they are read, and are mapped from them: RAM never holds more than one tensor of the model,
@@ -470,8 +522,9 @@ def load_model(
     """
     started = time.perf_counter()
     _refuse_later_options(keep_precise)
+    chosen = _quantize_option(quantize)
     options = _Options(
-        _quantize_option(quantize),
+        chosen,
         parse_dtype(dtype, accepted=_DTYPES),
         integer("quant_block_size", quant_block_size, minimum=2, multiple_of=2),
         fraction("ram_fraction", ram_fraction),
@@ -479,7 +532,7 @@ def load_model(
         _device_option(device),
         None,
         (integer("error_rank", error_rank, minimum=0), integer("error_iters", error_iters, minimum=1)),
-        boolean("double_quant", double_quant),
+        _check_double_quant(chosen, double_quant),
     )
     if disk_offload is not None and options.device.type != "cpu":
         raise OptionError(
@@ -487,22 +540,8 @@ def load_model(
             "with device='cpu' and let wrap(device=...) bring the weights to the GPU"
         )
     options = replace(options, files=open_files(disk_offload))
-    transformers = import_transformers()
-    if isinstance(name_or_path, transformers.PretrainedConfig):
-        if not boolean("random_weights", random_weights):
-            raise OptionError("option random_weights: a config has no weights; pass random_weights=True")
-        source, shown = name_or_path, type(name_or_path).__name__
-    else:
-        random = boolean("random_weights", random_weights)
-        found_at = resolve(name_or_path, trust_remote_code=trust_remote_code, weights=not random)
-        source, shown = _folder_of(found_at, options.dtype), found_at.name
-    config = load_config(source, dict(config_overrides), trust_remote_code)
-    stored = take_quantization(config, source if isinstance(source, Path) else None)
-    scheme = None if stored is None or random_weights else recognise(stored)
-    if random_weights:
-        model, packing, found, reason = _load_random(config, options)
-    else:
-        model, packing, found, reason = _load_folder(source, config, options, scheme)
+    random = boolean("random_weights", random_weights)
+    shown, model, packing, found, reason = _load(name_or_path, options, random, dict(config_overrides))
     move_buffers(model, options.device)
     if packing.home is not None:
         packing.home.gather(model)

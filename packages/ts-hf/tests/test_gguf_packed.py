@@ -155,7 +155,8 @@ def test_options(tmp_path, tokenizer, caplog):
     (tmp_path / "files").mkdir()
     filed = load_model(tmp_path / "m.gguf", disk_offload=tmp_path / "files")
     packed = sum(p.packed_bytes for p in filed.parameters() if isinstance(p, QuantizedTensor))
-    assert filed.trainstream_receipt["file_bytes"] == packed
+    norms = 2 * 2 * 2 * HIDDEN
+    assert filed.trainstream_receipt["file_bytes"] == packed + norms
 
 
 def test_the_tokenizer_is_read_alone_and_cached(tmp_path, tokenizer, cache, monkeypatch):

@@ -476,8 +476,10 @@ def load_model(
             also a transformers config.
         quantize: "int8", "nf4", "fp8" (the layout that this GPU computes, or one named: "mxfp8", "fp8_row",
             "fp8_block") or "nvfp4" packs the matrices inside the blocks (never embeddings, output head,
-            norms, biases) and freezes them; None, "none" or False packs nothing; "auto" packs only if the model in
-            `dtype` exceeds `ram_fraction` of the RAM this process may use, int8 before nf4.
+            norms, biases) and freezes them; None, "none" or False packs nothing; "auto" packs only if the
+            model in `dtype` exceeds `ram_fraction` of the RAM this process may use, int8 before nf4. A
+            checkpoint whose weights are quantized already keeps them as they are stored, whatever this says,
+            and the log tells; of a GGUF file None makes plain weights, for training all of them.
         dtype: bf16, fp16 or fp32, as a torch dtype or by name; every floating weight is cast to it.
         quant_block_size: Values per scale; even.
         keep_precise: Not in this release.
@@ -505,12 +507,15 @@ def load_model(
         The model in evaluation mode, with its `generation_config`, and `trainstream_receipt`, a dict:
         `tensors` read, `parameters`, `bytes_before` (all weights in `dtype`), `bytes_after`, `file_bytes` (of
         them in files), `adopted_bytes` (of these in the checkpoint's own), `share_packed` (of the
-        parameters), `packed_tensors`, `skipped` (name: reason), `unused` (checkpoint tensors without a
-        place), `initialized`, `quantize`, `reason`, `seconds`. The
+        parameters), `packed_tensors`, `formats` (how many are stored in which codec), `decoded` (what was
+        stored quantized and could not stay so: reason), `aside` (scales of activations), `skipped` (name:
+        reason), `unused` (checkpoint tensors without a place), `initialized`, `quantize`, `reason`,
+        `seconds`. The
         same in one line is logged to the logger "trainstream".
 
     Raises:
-        OptionError: A bad option, an unknown config attribute, or a checkpoint stored quantized.
+        OptionError: A bad option, an unknown config attribute, or a checkpoint quantized by a method that is
+            not read; the message names it.
         CheckpointError: Damaged, contradictory or incomplete files; the message names the file.
         DoesNotFitError: With "auto", a model that exceeds RAM even in nf4.
         MissingDependencyError: transformers or gguf is missing.

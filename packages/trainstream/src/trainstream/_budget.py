@@ -37,6 +37,7 @@ class Limits:
         room: `cap` less a margin, what the governor plans with.
         device_cap: Bytes that PyTorch may reserve on the GPU, where ``vram_budget`` was given.
         others: Bytes that something else in this process uses of the budget already.
+        hard: On a CPU run, what `used` may not exceed in any case; None: `room`.
     """
 
     budgets: Budgets
@@ -45,6 +46,7 @@ class Limits:
     room: int
     device_cap: int | None = None
     others: int = 0
+    hard: int | None = None
 
 
 def host_used() -> int:
@@ -120,18 +122,16 @@ def limits(
     if options.ram_budget is not None:
         ram = min(ram, options.ram_budget - outside)
     if cpu:
-        cap = options.ram_budget
-        if cap is None:
-            return Limits(Budgets(ram, None, disk), None, host_used, ram, others=outside)
         # Left unplanned: what the heap loses between blocks, and what the kernel needs for mapped files.
         spare = (
             max(ram, 0) // 12
             + min(_KERNEL, max(ram, 0) // 10)
             + sum(t.numel() * t.element_size() for t in tensors) // _PAGE_TABLES
         )
-        room = cap - spare
+        cap = options.ram_budget
+        most = cap if cap is not None else outside + max(ram, 0)
         budgets = Budgets(ram - spare, None, disk)
-        return Limits(budgets, cap, _Meter(cap), room, others=outside)
+        return Limits(budgets, cap, _Meter(most), most - spare, others=outside, hard=most)
     return _device_limits(tensors, device, options, ram, disk, others)
 
 

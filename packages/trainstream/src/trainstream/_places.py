@@ -25,6 +25,7 @@ from trainstream._paging import Asked, Tiers, hooked_edges, start_paging
 from trainstream._session import Instead, converting, zero_grad
 from trainstream._staging import Followers, Staged, commit, gradient_in, parts_of
 from ts_core.blocks import block_map, find_blocks
+from ts_core.headroom import require_ram
 from ts_core.planner import layout_of
 from ts_core.usage import release_free_memory
 from ts_optim import OffloadAdamW, grad_sumsq
@@ -284,6 +285,22 @@ class Places:
             pager.settle(names)
         for block in (*pager.blocks, *pager.edges):
             block.runs, block.fills = counts.get(block.name, (0, 0))
+
+    def require_room_to_return(self) -> None:
+        """Look whether RAM has room for all that lives in files, before it returns.
+
+        Raises:
+            DoesNotFitError: It has not; with what to do.
+        """
+        if self.tiers.files is None:
+            return
+        advice = (
+            "Save the model while it is wrapped (save_pretrained, state_dict and the optimizer's state_dict "
+            "work), then load it where it fits; or unwrap on a machine, or in a container, with more RAM"
+        )
+        if self.tiers.device.type == "cpu":
+            values = sum(self.decided.specs[index].paged for index in self.paged)
+            require_ram("unwrap", min(self.tiers.files.used_bytes, values), advice)
 
     # -- the plan --------------------------------------------------------------------------------------
 

@@ -116,7 +116,7 @@ class Tuner:
         self._sampler: PeakSampler | None = None
         self.governor: ActivationGovernor | None = None
         if decided.governed:
-            hard = limits.cap if limits.cap is not None and self._cpu else limits.room
+            hard = limits.room if limits.hard is None else limits.hard
             relief = limits.used if self._cpu else None
             self.governor = ActivationGovernor(
                 pager.blocks, want.fallback, limits.used, hard, limits.room, relief

@@ -21,8 +21,9 @@ from torch.utils._pytree import tree_flatten
 from trainstream._replay import explain, out_of_memory
 from ts_core import memory
 from ts_core.errors import DoesNotFitError
+from ts_core.headroom import least_left
 from ts_core.memory import format_bytes
-from ts_core.usage import release_free_memory
+from ts_core.usage import host_usage, release_free_memory
 
 if TYPE_CHECKING:
     from torch.utils.hooks import RemovableHandle
@@ -33,7 +34,6 @@ __all__ = ["Watch"]
 
 _SHARE = 100  # a look may take 1/100 of the time since the one before
 _MARGIN = 64 << 20  # of the device that other things in this process may need at once
-_LEAST_RAM = 128 << 20  # below this much of RAM nothing may go on as it is
 _GROWN = 1.05  # inputs that are larger by this factor than all before
 
 
@@ -195,18 +195,23 @@ class Watch:
         """Less RAM may be left than was planned with, and none at all is the end of the process."""
         session = self._session
         places = session.relief.places
-        available = memory.host_budget().available_bytes
+        budget = memory.host_budget()
+        available, least = budget.available_bytes, least_left(budget)
         if not self._cuda:
             used = places.limits.used()
             governor = session.tuner.governor if session.tuner is not None else None
-            more = 0 if governor is None else governor.kept + (governor.need(1.0) or 0)
+            if governor is not None:
+                more = governor.kept + (governor.need(1.0) or 0)
+            else:  # what it has taken at its peak, loading included
+                peak = int(session.history[-1]["host_peak_bytes"]) if session.history else 0
+                more = max(peak - host_usage().resident_bytes, 0)
             self._follow(used + available, used + more, "RAM")
             available = memory.host_budget().available_bytes
-        if available < _LEAST_RAM:
+        if available < least:
             release_free_memory(collect=True)
             available = memory.host_budget().available_bytes
-        if available < _LEAST_RAM:
-            self._save_from_the_kernel(available)
+        if available < least:
+            self._save_from_the_kernel(available, least)
 
     def _follow(self, room: int, peak: int, what: str) -> None:
         """Plan with what there is now; make room if what a step took before would not fit any more."""
@@ -229,14 +234,14 @@ class Watch:
         if less and over > 0:
             session.relief.make_room(over, f"a step takes {format_bytes(peak)}")
 
-    def _save_from_the_kernel(self, available: int) -> None:
+    def _save_from_the_kernel(self, available: int, least: int) -> None:
         """Move what can be moved to files; refuse to go on if that is not enough.
 
         Raises:
             DoesNotFitError: With what to do.
         """
         session = self._session
-        moved = session.relief.to_files(_LEAST_RAM - available)
+        moved = session.relief.to_files(least - available)
         if moved:
             return
         raise DoesNotFitError(

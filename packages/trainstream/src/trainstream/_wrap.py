@@ -238,7 +238,7 @@ def _quality(session: Session, decided: Decided, started: int) -> list[str]:
     """Say what became of the options that make packing lose less."""
     options, lines = session.options, []
     if options.keep_precise and decided.codec not in NEXT_CODEC:
-        lines.append(f"keep_precise={options.keep_precise:g} ignored: nothing is packed as nf4")
+        lines.append(f"keep_precise={options.keep_precise:g} ignored: nothing is packed as nf4 or nvfp4")
     elif options.keep_precise:
         above = NEXT_CODEC[decided.codec]
         lines.append(
@@ -272,6 +272,7 @@ def unwrap(model: nn.Module) -> nn.Module:
 
     Raises:
         StateError: The model is not wrapped.
+        DoesNotFitError: What lives in files has no room in RAM; nothing is changed (also a ``MemoryError``).
 
     Example:
         >>> model = trainstream.unwrap(model)
@@ -279,6 +280,7 @@ def unwrap(model: nn.Module) -> nn.Module:
     session = session_of(model)
     if session is None:
         raise StateError("unwrap(model): expected a wrapped model")
+    session.relief.places.require_room_to_return()
     session.stop()
     device = torch.device(session.plan.device)
     if session.options.vram_budget is not None:

@@ -20,6 +20,7 @@ import torch
 
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
 from ts_core.guard import guard_of
+from ts_core.headroom import require_ram
 from ts_core.memory import format_bytes, parse_bytes
 from ts_quant import QuantizedTensor
 
@@ -236,6 +237,8 @@ def save_model(
     place.mkdir(parents=True, exist_ok=True)
     _save_configs(model, place)
     state = _state_to_save(model, state_dict)
+    largest = max((tensor.numel() * tensor.itemsize for tensor in state.values()), default=0)
+    require_ram("save_model", largest, "One tensor is written at a time. Free what else this process holds.")
     shards = list(_split(state, limit))
     names = [SINGLE_NAME]
     if len(shards) > 1:

@@ -1,0 +1,153 @@
+"""Memory that shrinks and inputs that grow: room is made before it fails, and losses stay the same."""
+
+import functools
+
+import pytest
+import torch
+from conftest import tiny_llama
+from test_budgets import MIB, budget_above, in_use
+
+import trainstream
+from ts_core import memory
+from ts_core.errors import DoesNotFitError
+from ts_core.testing import devices
+from ts_core.usage import CONTEXT_BYTES, PeakSampler, host_usage, release_free_memory
+
+
+def model_of():
+    """About 13 MiB of fp32 weights."""
+    return tiny_llama(
+        hidden_size=256, intermediate_size=512, num_hidden_layers=5, head_dim=64, vocab_size=512
+    )
+
+
+def run(model, optimizer, device, lengths, watch=None):
+    losses = []
+    for step, length in enumerate(lengths):
+        made = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, 512, (2, length), generator=made).to(device)
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = model(input_ids=ids, labels=ids).loss
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+        if watch is not None:
+            watch(step)
+    return losses
+
+
+@functools.cache
+def reference(device, lengths):
+    torch.manual_seed(0)
+    model, optimizer = trainstream.wrap(model_of(), None, lr=1e-3, device=device, quantize="none")
+    losses = run(model, optimizer, device, lengths)
+    trainstream.unwrap(model)
+    return losses
+
+
+@pytest.mark.parametrize("device", devices())
+def test_sequences_that_double_at_step_10_stay_within_a_tight_budget(device, tmp_path):
+    lengths = [32] * 9 + [64] * 2
+    expected = reference(device, tuple(lengths))
+    room = budget_above(device, 46 * MIB)
+    torch.manual_seed(0)
+    model, optimizer = trainstream.wrap(
+        model_of(), None, lr=1e-3, device=device, quantize="none", disk_offload=tmp_path, **room
+    )
+    session = model._trainstream_session
+    paged = []
+    with PeakSampler(0.002, lambda: in_use(device)) as sampler:
+        got = run(model, optimizer, device, lengths, lambda step: paged.append(len(session.plan.paged)))
+    assert got == expected
+    assert sampler.peak_bytes <= (room.get("ram_budget") or room["vram_budget"] - CONTEXT_BYTES)
+    assert paged[8] < paged[0]  # some had returned
+    assert paged[9] > paged[8]
+    assert any("an input 2 times as large as any before needs" in line for line in session.events.events)
+    trainstream.unwrap(model)
+
+
+class Group:
+    """A control group with a limit, in a machine that says it has 64 GiB; what is used of it is true."""
+
+    def __init__(self, root, monkeypatch):
+        self.root, self.limit = root, 0
+        files = {
+            "proc/meminfo": f"MemTotal: {64 << 20} kB\nMemAvailable: {60 << 20} kB\n",
+            "proc/self/cgroup": "0::/\n",
+            "proc/self/mountinfo": "30 29 0:26 / /sys/fs/cgroup rw - cgroup2 cgroup2 rw\n",
+            "sys/fs/cgroup/memory.stat": "inactive_file 0\n",
+        }
+        for name, text in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(text)
+        real = memory.host_budget
+
+        def budget(*args, **kwargs):
+            used = host_usage().used_bytes
+            (root / "sys/fs/cgroup/memory.max").write_text(f"{self.limit}\n")
+            (root / "sys/fs/cgroup/memory.current").write_text(f"{used}\n")
+            return real(root)
+
+        monkeypatch.setattr(memory, "host_budget", budget)
+        monkeypatch.setattr("trainstream._watch._SHARE", 0)
+
+    def leave(self, nbytes):
+        release_free_memory(collect=True)
+        self.limit = host_usage().used_bytes + nbytes
+
+
+def test_a_group_s_limit_holds_whatever_the_machine_says(tmp_path, monkeypatch):
+    expected = reference("cpu", (32,) * 6)
+    group = Group(tmp_path / "root", monkeypatch)
+    group.leave(46 * MIB)
+    torch.manual_seed(0)
+    model, optimizer = trainstream.wrap(
+        model_of(), None, lr=1e-3, device="cpu", quantize="none", disk_offload=tmp_path
+    )
+    session = model._trainstream_session
+    assert len(session.plan.paged) == len(session.plan.blocks)
+    with PeakSampler(0.002) as sampler:
+        assert run(model, optimizer, "cpu", [32] * 6) == expected
+    assert sampler.peak_bytes <= group.limit
+    files = session.tiers.files
+    before = files.used_bytes
+    group.leave(10 * MIB)
+    with pytest.raises(DoesNotFitError, match=r"\[unwrap\] .* of RAM are needed.*Save the model while it is"):
+        trainstream.unwrap(model)
+    assert files.used_bytes == before
+    run(model, optimizer, "cpu", [32])
+    group.leave(4000 * MIB)
+    trainstream.unwrap(model)
+
+
+def test_a_limit_that_sinks_under_way_makes_groups_stream(tmp_path, monkeypatch):
+    lengths = [32] * 6
+    expected = reference("cpu", tuple(lengths))
+    group = Group(tmp_path / "root", monkeypatch)
+    group.leave(4000 * MIB)
+    torch.manual_seed(0)
+    model, optimizer = trainstream.wrap(
+        model_of(), None, lr=1e-3, device="cpu", quantize="none", disk_offload=tmp_path
+    )
+    session = model._trainstream_session
+    assert session.pager is None
+    seen = []
+
+    def sink(step):
+        seen.append(len(session.plan.paged))
+        if step == 3:
+            group.leave(4 * MIB)
+
+    assert run(model, optimizer, "cpu", lengths, sink) == expected
+    assert seen[3] == 0 < seen[4]
+    said = " ".join(session.events.events)
+    assert "less of RAM is left" in said or "RAM is short" in said
+    assert "stream from now on" in said
+    session.relief.make_room(1 << 50, "everything")
+    group.leave(-64 * MIB)
+    with pytest.raises(DoesNotFitError, match=r"RAM are left for this process .*disk_offload="):
+        run(model, optimizer, "cpu", [32])
+    group.leave(4000 * MIB)
+    run(model, optimizer, "cpu", [32])
+    trainstream.unwrap(model)

@@ -131,9 +131,10 @@ class _RowsCodec(PackedCodec):
     name = "bnb_int8"
     encodes = False
 
-    def meta_of(self, meta: Meta | int) -> Meta:
-        """Take a description; rows are as long as the shape says."""
-        return meta if isinstance(meta, Meta) else Meta(0)
+    def meta(self, block_size: int = 0, *, double_quant: bool = False) -> Meta:
+        """Rows are as long as the shape says; see the base class."""
+        super().meta(block_size, double_quant=double_quant)
+        return Meta(0)
 
     def check_meta(self, meta: Meta, function: str) -> None:
         """Refuse anything but the description of rows."""

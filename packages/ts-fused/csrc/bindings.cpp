@@ -35,7 +35,8 @@ fused::NormTypes norm_types(const TensorView& x, const TensorView& weight, bool 
 }
 
 void rms_norm_forward(TensorView x, TensorView weight, TensorView y, TensorView rstd, double eps,
-                      double offset, bool gemma, int mean_lanes, int threads) {
+                      double offset, bool gemma, int mean_lanes, std::optional<TensorView> residual,
+                      std::optional<TensorView> sum, int threads) {
   const char* op = "rms_norm_forward";
   expect_float(x, op, "x");
   expect_float(weight, op, "weight");
@@ -45,6 +46,12 @@ void rms_norm_forward(TensorView x, TensorView weight, TensorView y, TensorView 
   expect_numel(x, op, "x", rows * hidden);
   expect_like(y, x, op, "y", types.out, rows * hidden);
   expect_like(rstd, x, op, "rstd", DType::kF32, rows);
+  if (residual.has_value() != sum.has_value())
+    fail_value(op, "sum", "given together with residual", "one of the two");
+  if (residual) {
+    expect_like(*residual, x, op, "residual", x.dtype(), rows * hidden);
+    expect_like(*sum, x, op, "sum", x.dtype(), rows * hidden);
+  }
   if (mean_lanes != 8 && mean_lanes != 4)
     fail_value(op, "mean_lanes", "8 or 4", std::to_string(mean_lanes));
   expect_no_cuda_missing(x, op);
@@ -57,7 +64,9 @@ void rms_norm_forward(TensorView x, TensorView weight, TensorView y, TensorView 
                              hidden,
                              static_cast<float>(eps),
                              static_cast<float>(offset),
-                             gemma};
+                             gemma,
+                             residual ? residual->data() : nullptr,
+                             sum ? sum->data() : nullptr};
 #if defined(TS_WITH_CUDA)
   if (x.is_cuda()) {
     DeviceGuard guard(x.device_id());
@@ -73,7 +82,7 @@ void rms_norm_forward(TensorView x, TensorView weight, TensorView y, TensorView 
 void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, TensorView rstd,
                        std::optional<TensorView> grad_x, std::optional<TensorView> partial,
                        std::optional<TensorView> grad_weight, int64_t rows_per_chunk, double offset,
-                       bool gemma, int threads) {
+                       bool gemma, std::optional<TensorView> grad_sum, int threads) {
   const char* op = "rms_norm_backward";
   expect_float(x, op, "x");
   expect_float(weight, op, "weight");
@@ -85,6 +94,10 @@ void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, Tenso
   expect_like(rstd, x, op, "rstd", DType::kF32, rows);
   if (rows_per_chunk < 1)
     fail_value(op, "rows_per_chunk", "at least 1", std::to_string(rows_per_chunk));
+  if (grad_sum) {
+    if (!grad_x) fail_value(op, "grad_sum", "None without grad_x", grad_sum->describe());
+    expect_like(*grad_sum, x, op, "grad_sum", x.dtype(), rows * hidden);
+  }
   if (grad_x) expect_like(*grad_x, x, op, "grad_x", x.dtype(), rows * hidden);
   if (grad_weight.has_value() != partial.has_value())
     fail_value(op, "partial", "given together with grad_weight", "one of the two");
@@ -106,7 +119,8 @@ void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, Tenso
                               hidden,
                               rows_per_chunk,
                               static_cast<float>(offset),
-                              gemma};
+                              gemma,
+                              grad_sum ? grad_sum->data() : nullptr};
 #if defined(TS_WITH_CUDA)
   if (x.is_cuda()) {
     DeviceGuard guard(x.device_id());
@@ -189,6 +203,82 @@ void rotary(TensorView q, std::optional<TensorView> k, TensorView cos, TensorVie
   threads = thread_count(threads);
   nb::gil_scoped_release release;
   TS_ISA_CALL(fused, rotary, a, q.dtype(), cos.dtype(), threads);
+}
+
+// A (rows, width) operand of the gated activation; returns the stride of its rows.
+int64_t gated_rows(const TensorView& t, const TensorView& like, const char* op,
+                   const char* argument) {
+  if (!is_kernel_float(t.dtype()) || t.dtype() != like.dtype())
+    fail_type(op, argument, "float32, bfloat16 or float16, all alike", t.describe());
+  if (t.ndim() != 2 || t.shape(0) != like.shape(0) || t.shape(1) != like.shape(1) ||
+      (t.numel() > 0 && t.shape(1) > 1 && t.stride(1) != 1))
+    fail_value(op, argument, "(rows, width) as " + like.describe() + ", rows without gaps",
+               t.describe());
+  expect_same_device(t, like, op, argument);
+  return t.stride(0);
+}
+
+void gated_forward(TensorView gate, TensorView up, TensorView y, bool gelu, int threads) {
+  const char* op = "gated_forward";
+  fused::GatedForward a{};
+  a.gate_stride = gated_rows(gate, gate, op, "gate");
+  a.up_stride = gated_rows(up, gate, op, "up");
+  expect_like(y, gate, op, "y", gate.dtype(), gate.numel());
+  expect_no_cuda_missing(gate, op);
+  if (gate.numel() == 0) return;
+  a.gate = gate.data();
+  a.up = up.data();
+  a.y = y.data();
+  a.rows = gate.shape(0);
+  a.width = gate.shape(1);
+  a.gelu = gelu;
+#if defined(TS_WITH_CUDA)
+  if (gate.is_cuda()) {
+    DeviceGuard guard(gate.device_id());
+    fused::launch_gated_forward(a, gate.dtype(), gate.current_stream());
+    return;
+  }
+#endif
+  threads = thread_count(threads);
+  nb::gil_scoped_release release;
+  TS_ISA_CALL(fused, gated_forward, a, gate.dtype(), threads);
+}
+
+void gated_backward(TensorView grad_y, TensorView gate, TensorView up,
+                    std::optional<TensorView> grad_gate, std::optional<TensorView> grad_up,
+                    bool gelu, int threads) {
+  const char* op = "gated_backward";
+  fused::GatedBackward a{};
+  a.gate_stride = gated_rows(gate, gate, op, "gate");
+  a.up_stride = gated_rows(up, gate, op, "up");
+  a.grad_stride = gated_rows(grad_y, gate, op, "grad_y");
+  if (grad_gate) a.out_stride = gated_rows(*grad_gate, gate, op, "grad_gate");
+  if (grad_up) {
+    const int64_t stride = gated_rows(*grad_up, gate, op, "grad_up");
+    if (grad_gate && stride != a.out_stride)
+      fail_value(op, "grad_up", "the strides of grad_gate", std::to_string(stride));
+    a.out_stride = stride;
+  }
+  expect_no_cuda_missing(gate, op);
+  if (gate.numel() == 0 || (!grad_gate && !grad_up)) return;
+  a.grad_y = grad_y.data();
+  a.gate = gate.data();
+  a.up = up.data();
+  a.grad_gate = grad_gate ? grad_gate->data() : nullptr;
+  a.grad_up = grad_up ? grad_up->data() : nullptr;
+  a.rows = gate.shape(0);
+  a.width = gate.shape(1);
+  a.gelu = gelu;
+#if defined(TS_WITH_CUDA)
+  if (gate.is_cuda()) {
+    DeviceGuard guard(gate.device_id());
+    fused::launch_gated_backward(a, gate.dtype(), gate.current_stream());
+    return;
+  }
+#endif
+  threads = thread_count(threads);
+  nb::gil_scoped_release release;
+  TS_ISA_CALL(fused, gated_backward, a, gate.dtype(), threads);
 }
 
 void cross_entropy_rows(TensorView logits, TensorView targets, TensorView losses,
@@ -286,14 +376,20 @@ NB_MODULE(_C, m) {
   init_module(m);
   m.def("rms_norm_forward", &rms_norm_forward, nb::arg("x"), nb::arg("weight"), nb::arg("y"),
         nb::arg("rstd"), nb::arg("eps"), nb::arg("offset"), nb::arg("gemma"), nb::arg("mean_lanes"),
+        nb::arg("residual").none() = nb::none(), nb::arg("sum").none() = nb::none(),
         nb::arg("threads") = 0);
   m.def("rms_norm_backward", &rms_norm_backward, nb::arg("grad_y"), nb::arg("x"), nb::arg("weight"),
         nb::arg("rstd"), nb::arg("grad_x").none(), nb::arg("partial").none(),
         nb::arg("grad_weight").none(), nb::arg("rows_per_chunk"), nb::arg("offset"),
-        nb::arg("gemma"), nb::arg("threads") = 0);
+        nb::arg("gemma"), nb::arg("grad_sum").none() = nb::none(), nb::arg("threads") = 0);
   m.def("rotary", &rotary, nb::arg("q"), nb::arg("k").none(), nb::arg("cos"), nb::arg("sin"),
         nb::arg("q_out"), nb::arg("k_out").none(), nb::arg("rotary_dim"), nb::arg("interleaved"),
         nb::arg("inverse"), nb::arg("threads") = 0);
+  m.def("gated_forward", &gated_forward, nb::arg("gate"), nb::arg("up"), nb::arg("y"),
+        nb::arg("gelu"), nb::arg("threads") = 0);
+  m.def("gated_backward", &gated_backward, nb::arg("grad_y"), nb::arg("gate"), nb::arg("up"),
+        nb::arg("grad_gate").none(), nb::arg("grad_up").none(), nb::arg("gelu"),
+        nb::arg("threads") = 0);
   m.def("cross_entropy_rows", &cross_entropy_rows, nb::arg("logits"), nb::arg("targets"),
         nb::arg("losses"), nb::arg("ignore_index"), nb::arg("softcap"), nb::arg("scale"),
         nb::arg("smoothing"), nb::arg("with_grad"), nb::arg("threads") = 0);

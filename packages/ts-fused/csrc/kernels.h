@@ -22,7 +22,9 @@ struct NormForward {
   float* rstd;         // [rows], written
   int64_t rows, hidden;
   float eps, offset;
-  bool gemma;  // multiply by offset + weight in fp32, cast after
+  bool gemma;            // multiply by offset + weight in fp32, cast after
+  const void* residual;  // [rows, hidden], type of x, or null; x + residual is what is normalized
+  void* sum;             // [rows, hidden], written: x + residual rounded to the type of x; or null
 };
 
 struct NormBackward {
@@ -37,6 +39,7 @@ struct NormBackward {
   int64_t rows_per_chunk;  // chunks = ceil(rows / rows_per_chunk)
   float offset;
   bool gemma;
+  const void* grad_sum;  // [rows, hidden], type of x, added to grad_x; or null
 };
 
 struct CrossEntropyRows {
@@ -73,11 +76,33 @@ struct Rotary {
   bool inverse;
 };
 
+// y = act(gate) * up over rows of `width` elements; strides are of rows, in elements.
+struct GatedForward {
+  const void* gate;
+  const void* up;
+  void* y;  // [rows, width] without gaps, written; one type for all
+  int64_t rows, width, gate_stride, up_stride;
+  bool gelu;  // tanh form of gelu, else silu
+};
+
+struct GatedBackward {
+  const void* grad_y;
+  const void* gate;
+  const void* up;
+  void* grad_gate;  // written, or null
+  void* grad_up;    // written, or null
+  int64_t rows, width, grad_stride, gate_stride, up_stride;
+  int64_t out_stride;  // of both results
+  bool gelu;
+};
+
 // `mean_lanes`: the summation order of the mean (see rms_norm.cpp), 8 or 4.
 TS_DECLARE_ISA(void rms_norm_forward(const NormForward& a, NormTypes types, int mean_lanes,
                                      int threads))
 TS_DECLARE_ISA(void rms_norm_backward(const NormBackward& a, NormTypes types, int threads))
 TS_DECLARE_ISA(void rotary(const Rotary& a, DType dtype, DType angles, int threads))
+TS_DECLARE_ISA(void gated_forward(const GatedForward& a, DType dtype, int threads))
+TS_DECLARE_ISA(void gated_backward(const GatedBackward& a, DType dtype, int threads))
 TS_DECLARE_ISA(void cross_entropy_rows(const CrossEntropyRows& a, DType dtype, int threads))
 // out[i] = cast(float(src[i]) * scale[0])
 TS_DECLARE_ISA(void scale_cast(const void* src, DType src_type, const float* scale, void* out,
@@ -91,6 +116,8 @@ TS_DECLARE_ISA(void loss_total(const float* losses, int64_t n, double* total))
 void launch_rms_norm_forward(const NormForward& a, NormTypes types, void* stream);
 void launch_rms_norm_backward(const NormBackward& a, NormTypes types, void* stream);
 void launch_rotary(const Rotary& a, DType dtype, DType angles, void* stream);
+void launch_gated_forward(const GatedForward& a, DType dtype, void* stream);
+void launch_gated_backward(const GatedBackward& a, DType dtype, void* stream);
 void launch_cross_entropy_rows(const CrossEntropyRows& a, DType dtype, void* stream);
 void launch_scale_cast(const void* src, DType src_type, const float* scale, void* out,
                        DType out_type, int64_t n, void* stream);

@@ -24,11 +24,16 @@ def samples(device):
             (x, x, weight, rstd, 0.0, True, True),
             (half, half, weight, rstd, 1.0, False, True),
             (half.float(), half, weight, rstd, 0.0, True, False),
+            (x, x, weight, rstd, 0.0, True, True, x.t().contiguous().t()),
         ],
         "cross_entropy_rows_": [
             (floats(3, 17), targets, floats(3), -100, 0.0, 1.0, 0.0, True),
             (floats(3, 17, dtype=torch.float16), targets, floats(3), -100, 30.0, 1.0, 0.1, False),
         ],
+        "add_rms_norm_forward": [(x, x, weight, 1e-6, 0.0), (half, half, weight, 1e-6, 1.0)],
+        "gated_forward": [(x, x, False), (half[:, ::2], half[:, :24], True)],
+        "gated_backward": [(x, x, x, False, True, True), (half, half, half, True, False, True)],
+        "gated_pair_backward": [(x[:, :24], x, True)],
         "rotary_heads": [
             (q, k, angle, angle, 16, False, False),
             (q, None, angle, angle, 8, True, True),
@@ -42,7 +47,7 @@ def samples(device):
 
 @pytest.mark.parametrize("device", devices())
 def test_every_op_passes_opcheck(device):
-    assert opcheck_all("ts_fused", samples(device)) == 14
+    assert opcheck_all("ts_fused", samples(device)) == 22
 
 
 @pytest.mark.parametrize("device", devices())
@@ -166,7 +171,13 @@ def test_missing_native_module_is_explained():
 def test_examples_in_the_docstrings():
     import doctest
 
-    for module in (ts_fused.rms_norm, ts_fused.rotary, ts_fused.chunked_cross_entropy, ts_fused.reference):
+    for module in (
+        ts_fused.rms_norm,
+        ts_fused.rotary,
+        ts_fused.gated_mlp,
+        ts_fused.chunked_cross_entropy,
+        ts_fused.reference,
+    ):
         module = sys.modules[module.__module__] if callable(module) else module
         failed, tried = doctest.testmod(module, extraglobs={"torch": torch})
         assert tried > 0

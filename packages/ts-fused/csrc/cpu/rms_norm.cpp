@@ -106,6 +106,12 @@ struct Norm {
     return Round<X>::of(normalized) * weight;
   }
 
+  static void add_rows(const X* x, const X* residual, X* sum, int64_t n) {
+    int64_t i = 0;
+    for (; i + 16 <= n; i += 16) store16(sum + i, load16(x + i) + load16(residual + i));
+    for (; i < n; ++i) narrow(to_float(x[i]) + to_float(residual[i]), sum + i);
+  }
+
   static void forward(const NormForward& a, int mean_lanes, int threads) {
     const int64_t h = a.hidden;
     const int64_t grain = h >= 16384 ? 1 : 16384 / (h > 0 ? h : 1);
@@ -115,6 +121,11 @@ struct Norm {
       for (int64_t r = begin; r < end; ++r) {
         const X* x = static_cast<const X*>(a.x) + r * h;
         Y* y = static_cast<Y*>(a.y) + r * h;
+        if (a.residual) {
+          X* sum = static_cast<X*>(a.sum) + r * h;
+          add_rows(x, static_cast<const X*>(a.residual) + r * h, sum, h);
+          x = sum;
+        }
         const float mean = sum_squares(x, h, mean_lanes) / static_cast<float>(h);
         const float rstd = 1.0f / sqrtf(mean + a.eps);
         a.rstd[r] = rstd;
@@ -144,13 +155,14 @@ struct Norm {
     return sum_lanes(acc[0] + acc[1]) + tail;
   }
 
-  template <bool kNeedX, bool kNeedWeight>
+  template <bool kNeedX, bool kNeedWeight, bool kAdd>
   static void backward_row(const NormBackward& a, int64_t r, float* partial) {
     const int64_t h = a.hidden;
     const Y* grad = static_cast<const Y*>(a.grad_y) + r * h;
     const X* x = static_cast<const X*>(a.x) + r * h;
     const W* weight = static_cast<const W*>(a.weight);
     X* grad_x = static_cast<X*>(a.grad_x) + (kNeedX ? r * h : 0);
+    const X* extra = static_cast<const X*>(a.grad_sum) + (kAdd ? r * h : 0);
     const float rstd = a.rstd[r];
     const float offset = kGemma ? a.offset : 0.0f;
     float c = 0.0f;
@@ -160,8 +172,11 @@ struct Norm {
     for (; i + 16 <= h; i += 16) {
       const f32x16 g = load16(grad + i);
       const f32x16 normalized = load16(x + i) * rstd;
-      if constexpr (kNeedX)
-        store16(grad_x + i, (g * (offset + load16(weight + i)) - normalized * c) * rstd);
+      if constexpr (kNeedX) {
+        f32x16 out = (g * (offset + load16(weight + i)) - normalized * c) * rstd;
+        if constexpr (kAdd) out = out + load16(extra + i);
+        store16(grad_x + i, out);
+      }
       if constexpr (kNeedWeight)
         store16(partial + i,
                 load16(partial + i) + g * (kGemma ? normalized : Round<X>::of(normalized)));
@@ -169,8 +184,11 @@ struct Norm {
     for (; i < h; ++i) {
       const float g = to_float(grad[i]);
       const float normalized = to_float(x[i]) * rstd;
-      if constexpr (kNeedX)
-        narrow((g * (offset + to_float(weight[i])) - normalized * c) * rstd, grad_x + i);
+      if constexpr (kNeedX) {
+        float out = (g * (offset + to_float(weight[i])) - normalized * c) * rstd;
+        if constexpr (kAdd) out += to_float(extra[i]);
+        narrow(out, grad_x + i);
+      }
       if constexpr (kNeedWeight) partial[i] += g * (kGemma ? normalized : Round<X>::of(normalized));
     }
   }
@@ -181,12 +199,16 @@ struct Norm {
       float* partial = a.partial ? a.partial + begin / a.rows_per_chunk * h : nullptr;
       if (partial) memset(partial, 0, h * sizeof(float));
       for (int64_t r = begin; r < end; ++r) {
-        if (!partial)
-          backward_row<true, false>(a, r, partial);
-        else if (!a.grad_x)
-          backward_row<false, true>(a, r, partial);
+        if (!a.grad_x)
+          backward_row<false, true, false>(a, r, partial);
+        else if (!partial && !a.grad_sum)
+          backward_row<true, false, false>(a, r, partial);
+        else if (!partial)
+          backward_row<true, false, true>(a, r, partial);
+        else if (!a.grad_sum)
+          backward_row<true, true, false>(a, r, partial);
         else
-          backward_row<true, true>(a, r, partial);
+          backward_row<true, true, true>(a, r, partial);
       }
     });
     if (!a.partial) return;

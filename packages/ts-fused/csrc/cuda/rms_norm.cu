@@ -23,9 +23,18 @@ __global__ void __launch_bounds__(kBlock) rms_norm_forward_kernel(NormForward a,
     for (int64_t i = int64_t{threadIdx.x} * kVec; i < h; i += kThreads * kVec) {
       float v[kVec];
       load<kVec>(x + i, v);
+      if (a.residual) {
+        float other[kVec];
+        load<kVec>(static_cast<const X*>(a.residual) + r * h + i, other);
+#pragma unroll
+        for (int j = 0; j < kVec; ++j) v[j] = rounded<X>(v[j] + other[j]);
+        store<kVec>(static_cast<X*>(a.sum) + r * h + i, v);
+      }
 #pragma unroll
       for (int j = 0; j < kVec; ++j) sum += v[j] * v[j];
     }
+    // A thread reads back what it wrote itself.
+    if (a.residual) x = static_cast<const X*>(a.sum) + r * h;
     sum = row_sum<kThreads>(sum, scratch);
     const float rstd = 1.0f / sqrtf(sum / static_cast<float>(h) + a.eps);
     if (threadIdx.x == 0) a.rstd[r] = rstd;
@@ -84,7 +93,15 @@ __global__ void __launch_bounds__(kBlock)
         v[j] *= rstd;
         out[j] = (g[j] * (offset + w[j]) - v[j] * c) * rstd;
       }
-      if (a.grad_x) store<kVec>(static_cast<X*>(a.grad_x) + r * h + i, out);
+      if (a.grad_x) {
+        if (a.grad_sum) {
+          float extra[kVec];
+          load<kVec>(static_cast<const X*>(a.grad_sum) + r * h + i, extra);
+#pragma unroll
+          for (int j = 0; j < kVec; ++j) out[j] += extra[j];
+        }
+        store<kVec>(static_cast<X*>(a.grad_x) + r * h + i, out);
+      }
       if (partial) {
         float sum[kVec];
         load<kVec>(own + i, sum);
@@ -180,7 +197,8 @@ void dispatch(NormTypes types, bool vectors, int64_t hidden, F&& f) {
 }  // namespace
 
 void launch_rms_norm_forward(const NormForward& a, NormTypes types, void* stream) {
-  const bool vectors = a.hidden % 8 == 0 && aligned16(a.x) && aligned16(a.weight) && aligned16(a.y);
+  const bool vectors = a.hidden % 8 == 0 && aligned16(a.x) && aligned16(a.weight) &&
+                       aligned16(a.y) && aligned16(a.residual) && aligned16(a.sum);
   dispatch(types, vectors, a.hidden, [&](auto x, auto y, auto vec, auto threads) {
     forward<typename decltype(x)::type, typename decltype(y)::type, decltype(vec)::value,
             decltype(threads)::value>(a, types.weight, static_cast<cudaStream_t>(stream));
@@ -189,7 +207,8 @@ void launch_rms_norm_forward(const NormForward& a, NormTypes types, void* stream
 
 void launch_rms_norm_backward(const NormBackward& a, NormTypes types, void* stream) {
   const bool vectors = a.hidden % 8 == 0 && aligned16(a.x) && aligned16(a.weight) &&
-                       aligned16(a.grad_y) && aligned16(a.grad_x) && aligned16(a.partial);
+                       aligned16(a.grad_y) && aligned16(a.grad_x) && aligned16(a.partial) &&
+                       aligned16(a.grad_sum);
   dispatch(types, vectors, a.hidden, [&](auto x, auto y, auto vec, auto threads) {
     backward<typename decltype(x)::type, typename decltype(y)::type, decltype(vec)::value,
              decltype(threads)::value>(a, types.weight, static_cast<cudaStream_t>(stream));

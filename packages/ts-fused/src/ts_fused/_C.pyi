@@ -15,6 +15,8 @@ def rms_norm_forward(
     offset: float,
     gemma: bool,
     mean_lanes: int,
+    residual: Tensor | None = None,
+    sum: Tensor | None = None,
     threads: int = 0,
 ) -> None: ...
 def rms_norm_backward(
@@ -28,6 +30,29 @@ def rms_norm_backward(
     rows_per_chunk: int,
     offset: float,
     gemma: bool,
+    grad_sum: Tensor | None = None,
+    threads: int = 0,
+) -> None: ...
+def rotary(
+    q: Tensor,
+    k: Tensor | None,
+    cos: Tensor,
+    sin: Tensor,
+    q_out: Tensor,
+    k_out: Tensor | None,
+    rotary_dim: int,
+    interleaved: bool,
+    inverse: bool,
+    threads: int = 0,
+) -> None: ...
+def gated_forward(gate: Tensor, up: Tensor, y: Tensor, gelu: bool, threads: int = 0) -> None: ...
+def gated_backward(
+    grad_y: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    grad_gate: Tensor | None,
+    grad_up: Tensor | None,
+    gelu: bool,
     threads: int = 0,
 ) -> None: ...
 def cross_entropy_rows(

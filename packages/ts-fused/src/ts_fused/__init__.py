@@ -17,17 +17,20 @@ except ImportError as error:
     ) from error
 
 from .cross_entropy import causal_lm_loss, chunked_cross_entropy
+from .gated_mlp import gated_mlp
 from .logprobs import sequence_logprobs
 from .preference import PreferenceLoss, dpo_loss, kto_loss, orpo_loss, simpo_loss
-from .rms_norm import rms_norm
+from .rms_norm import add_rms_norm, rms_norm
 from .rotary import rotary
 
 __version__ = version("ts-fused")
 __all__ = [
     "PreferenceLoss",
+    "add_rms_norm",
     "causal_lm_loss",
     "chunked_cross_entropy",
     "dpo_loss",
+    "gated_mlp",
     "kto_loss",
     "orpo_loss",
     "rms_norm",

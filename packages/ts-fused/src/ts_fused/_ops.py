@@ -1,6 +1,7 @@
 """The native operations of this package: schemas, contracts, fake kernels.
 
-None has a derivative; `rms_norm.py`, `rotary.py` and `cross_entropy.py` wrap them in autograd functions.
+None has a derivative; `rms_norm.py`, `rotary.py`, `gated_mlp.py` and `cross_entropy.py` wrap them in autograd
+functions.
 """
 
 from __future__ import annotations
@@ -17,7 +18,11 @@ from . import _C
 
 __all__ = [
     "FLOATS",
+    "add_rms_norm_forward",
     "cross_entropy_rows_",
+    "gated_backward",
+    "gated_forward",
+    "gated_pair_backward",
     "label_counts",
     "loss_total",
     "rms_norm_backward",
@@ -102,10 +107,56 @@ rms_norm_forward = _LIBRARY.define(
 )
 
 
+def _check_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> None:
+    op = "add_rms_norm"
+    _check_norm(op, x, weight)
+    _expect_shape(op, "residual", residual, x.shape)
+    _expect_device(op, "residual", residual, x)
+    if residual.dtype != x.dtype:
+        raise ArgumentTypeError(message(op, "residual", f"the dtype of x, {x.dtype}", str(residual.dtype)))
+
+
+def _empty_add(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, rstd = _empty_forward(x, weight, eps, offset)
+    return y, torch.empty(x.shape, dtype=x.dtype, device=x.device), rstd
+
+
+def _add_forward(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    y, total, rstd = _empty_add(x, residual, weight, eps, offset)
+    form = (eps, offset, offset != 0.0, _MEAN_LANES)
+    _C.rms_norm_forward(x.contiguous(), weight.contiguous(), y, rstd, *form, residual.contiguous(), total)
+    return y, total, rstd
+
+
+add_rms_norm_forward = _LIBRARY.define(
+    "add_rms_norm_forward(Tensor x, Tensor residual, Tensor weight, float eps, float offset) -> "
+    "(Tensor, Tensor, Tensor)",
+    cpu=_add_forward,
+    fake=_empty_add,
+    check=_check_add,
+)
+
+
 def _check_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, need_x: bool, need_weight: bool
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    need_x: bool,
+    need_weight: bool,
+    grad_sum: Tensor | None = None,
 ) -> None:
     op = "rms_norm_backward"
+    if grad_sum is not None:
+        _expect_shape(op, "grad_sum", grad_sum, x.shape)
+        _expect_device(op, "grad_sum", grad_sum, x)
+        if grad_sum.dtype != x.dtype:
+            raise ArgumentTypeError(message(op, "grad_sum", str(x.dtype), str(grad_sum.dtype)))
     _check_norm(op, x, weight)
     _expect_shape(op, "grad_y", grad_y, x.shape)
     _expect_shape(op, "rstd", rstd, x.shape[:-1])
@@ -119,7 +170,14 @@ def _check_backward(
 
 
 def _empty_backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, need_x: bool, need_weight: bool
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    need_x: bool,
+    need_weight: bool,
+    grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     grad_x = torch.empty(x.shape if need_x else (0,), dtype=x.dtype, device=x.device)
     grad_weight = torch.empty(weight.shape if need_weight else (0,), dtype=weight.dtype, device=x.device)
@@ -127,7 +185,14 @@ def _empty_backward(
 
 
 def _backward(
-    grad_y: Tensor, x: Tensor, weight: Tensor, rstd: Tensor, offset: float, need_x: bool, need_weight: bool
+    grad_y: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    offset: float,
+    need_x: bool,
+    need_weight: bool,
+    grad_sum: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     grad_x, grad_weight = _empty_backward(grad_y, x, weight, rstd, offset, need_x, need_weight)
     rows = rstd.numel()
@@ -148,13 +213,14 @@ def _backward(
         rows_per_chunk,
         offset,
         offset != 0.0,
+        grad_sum.contiguous() if grad_sum is not None and need_x else None,
     )
     return grad_x, grad_weight
 
 
 rms_norm_backward = _LIBRARY.define(
     "rms_norm_backward(Tensor grad_y, Tensor x, Tensor weight, Tensor rstd, float offset, bool need_x, "
-    "bool need_weight) -> (Tensor, Tensor)",
+    "bool need_weight, Tensor? grad_sum=None) -> (Tensor, Tensor)",
     cpu=_backward,
     fake=_empty_backward,
     check=_check_backward,
@@ -328,4 +394,87 @@ rotary_heads = _LIBRARY.define(
     cpu=_rotary,
     fake=_empty_rotary,
     check=_check_rotary,
+)
+
+
+def _check_gated(op: str, gate: Tensor, **others: Tensor) -> None:
+    _expect_float(op, "gate", gate)
+    if gate.dim() == 0 or gate.shape[-1] == 0:
+        raise ArgumentError(
+            message(op, "gate", "a last dimension of at least 1", f"shape {tuple(gate.shape)}")
+        )
+    for name, tensor in others.items():
+        _expect_shape(op, name, tensor, gate.shape)
+        _expect_device(op, name, tensor, gate)
+        if tensor.dtype != gate.dtype:
+            raise ArgumentTypeError(message(op, name, f"the dtype of gate, {gate.dtype}", str(tensor.dtype)))
+
+
+def _rows_of(tensor: Tensor) -> Tensor:
+    """View as (rows, width) with rows without gaps; copied only where that is impossible."""
+    return _packed_rows(tensor).reshape(-1, tensor.shape[-1])
+
+
+def _gated_forward(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:
+    y = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
+    _C.gated_forward(_rows_of(gate), _rows_of(up), y, gelu)
+    return y
+
+
+gated_forward = _LIBRARY.define(
+    "gated_forward(Tensor gate, Tensor up, bool gelu) -> Tensor",
+    cpu=_gated_forward,
+    fake=lambda gate, up, gelu: torch.empty(gate.shape, dtype=gate.dtype, device=gate.device),
+    check=lambda gate, up, gelu: _check_gated("gated_mlp", gate, up=up),
+)
+
+
+def _empty_gated(
+    grad_y: Tensor, gate: Tensor, up: Tensor, gelu: bool, need_gate: bool, need_up: bool
+) -> tuple[Tensor, Tensor]:
+    shapes = (gate.shape if need else (0,) for need in (need_gate, need_up))
+    grad_gate, grad_up = (torch.empty(shape, dtype=gate.dtype, device=gate.device) for shape in shapes)
+    return grad_gate, grad_up
+
+
+def _gated_backward(
+    grad_y: Tensor, gate: Tensor, up: Tensor, gelu: bool, need_gate: bool, need_up: bool
+) -> tuple[Tensor, Tensor]:
+    grads = _empty_gated(grad_y, gate, up, gelu, need_gate, need_up)
+    grad_gate = _rows_of(grads[0]) if need_gate else None
+    grad_up = _rows_of(grads[1]) if need_up else None
+    _C.gated_backward(_rows_of(grad_y), _rows_of(gate), _rows_of(up), grad_gate, grad_up, gelu)
+    return grads
+
+
+gated_backward = _LIBRARY.define(
+    "gated_backward(Tensor grad_y, Tensor gate, Tensor up, bool gelu, bool need_gate, bool need_up) -> "
+    "(Tensor, Tensor)",
+    cpu=_gated_backward,
+    fake=_empty_gated,
+    check=lambda grad_y, gate, up, *_: _check_gated("gated_mlp", gate, up=up, grad_y=grad_y),
+)
+
+
+def _check_pair(grad_y: Tensor, pair: Tensor, gelu: bool) -> None:
+    if pair.dim() == 0 or pair.shape[-1] % 2:
+        raise ArgumentError(
+            message("gated_mlp", "gate", "an even last dimension", f"shape {tuple(pair.shape)}")
+        )
+    gate, up = pair.chunk(2, -1)
+    _check_gated("gated_mlp", gate, up=up, grad_y=grad_y)
+
+
+def _gated_pair_backward(grad_y: Tensor, pair: Tensor, gelu: bool) -> Tensor:
+    result = torch.empty(pair.shape, dtype=pair.dtype, device=pair.device)
+    gate, up, grad_gate, grad_up = (_rows_of(half) for t in (pair, result) for half in t.chunk(2, -1))
+    _C.gated_backward(_rows_of(grad_y), gate, up, grad_gate, grad_up, gelu)
+    return result
+
+
+gated_pair_backward = _LIBRARY.define(
+    "gated_pair_backward(Tensor grad_y, Tensor pair, bool gelu) -> Tensor",
+    cpu=_gated_pair_backward,
+    fake=lambda grad_y, pair, gelu: torch.empty(pair.shape, dtype=pair.dtype, device=pair.device),
+    check=_check_pair,
 )

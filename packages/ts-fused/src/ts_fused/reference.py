@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-__all__ = ["causal_lm_loss", "chunked_cross_entropy", "rms_norm", "rotary"]
+__all__ = ["add_rms_norm", "causal_lm_loss", "chunked_cross_entropy", "gated_mlp", "rms_norm", "rotary"]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
@@ -33,6 +33,51 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
     if offset == 0.0:
         return weight * h.to(x.dtype)
     return (h * (offset + weight.to(wide))).to(x.dtype)
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    """Add, then normalize.
+
+    Args:
+        x: `(..., H)`, floating.
+        residual: As `x`.
+        weight: `(H,)`, floating.
+        eps: As in `rms_norm`.
+        offset: As in `rms_norm`.
+
+    Returns:
+        The normalized sum and the sum.
+
+    Example:
+        >>> add_rms_norm(torch.ones(1, 2), torch.ones(1, 2), torch.ones(2), 0.0)
+        (tensor([[1., 1.]]), tensor([[2., 2.]]))
+    """
+    total = x + residual
+    return rms_norm(total, weight, eps, offset=offset), total
+
+
+def gated_mlp(gate: Tensor, up: Tensor | None = None, activation: str = "silu") -> Tensor:
+    """Compute `act(gate) * up`.
+
+    Args:
+        gate: `(..., I)`, or `(..., 2 I)` with `up` in its second half.
+        up: `(..., I)` or `None`.
+        activation: "silu" or "gelu_tanh".
+
+    Returns:
+        `(..., I)`.
+
+    Example:
+        >>> gated_mlp(torch.tensor([0.0, 3.0]))
+        tensor([0.])
+    """
+    if up is None:
+        gate, up = gate.chunk(2, -1)
+    if activation == "silu":
+        return torch.nn.functional.silu(gate) * up
+    return torch.nn.functional.gelu(gate, approximate="tanh") * up
 
 
 def rotary(

@@ -13,7 +13,7 @@ from ts_core.options import number
 
 from . import _ops
 
-__all__ = ["rms_norm"]
+__all__ = ["add_rms_norm", "rms_norm"]
 
 
 class _RMSNorm(torch.autograd.Function):
@@ -34,6 +34,41 @@ class _RMSNorm(torch.autograd.Function):
         need_x, need_weight = ctx.needs_input_grad[:2]
         grad_x, grad_weight = _ops.rms_norm_backward(grad_y, x, weight, rstd, ctx.offset, need_x, need_weight)
         return grad_x if need_x else None, grad_weight if need_weight else None, None, None
+
+
+class _AddRMSNorm(torch.autograd.Function):
+    """Saves the sum, which lives on as the residual stream, the weight and one fp32 number per row."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+    ) -> tuple[Tensor, Tensor]:
+        y: Tensor
+        total: Tensor
+        y, total, rstd = _ops.add_rms_norm_forward(x, residual, weight, eps, offset)
+        ctx.save_for_backward(total, weight, rstd)
+        ctx.offset = offset
+        ctx.set_materialize_grads(False)
+        return y, total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_y: Tensor | None, grad_sum: Tensor | None) -> tuple[Tensor | None, ...]:
+        need_x, need_residual, need_weight = ctx.needs_input_grad[:3]
+        grad, grad_weight = grad_sum, None
+        if grad_y is not None:
+            either = need_x or need_residual
+            grad, grad_weight = _ops.rms_norm_backward(
+                grad_y, *ctx.saved_tensors, ctx.offset, either, need_weight, grad_sum if either else None
+            )
+        # Both terms of a sum have its gradient.
+        return (
+            grad if need_x else None,
+            grad if need_residual else None,
+            grad_weight if need_weight else None,
+            None,
+            None,
+        )
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
@@ -80,10 +115,51 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
 
     Source: Zhang and Sennrich, arXiv:1910.07467.
     """
-    for name, tensor in (("x", x), ("weight", weight)):
-        if not isinstance(tensor, Tensor):
-            raise ArgumentTypeError(message("rms_norm", name, "a torch.Tensor", type(tensor).__name__))
+    _expect_tensors("rms_norm", x=x, weight=weight)
     eps = number("eps", eps, minimum=0.0)
     offset = number("offset", offset)
     result: Tensor = _RMSNorm.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
     return result
+
+
+def _expect_tensors(function: str, **tensors: object) -> None:
+    for name, tensor in tensors.items():
+        if not isinstance(tensor, Tensor):
+            raise ArgumentTypeError(message(function, name, "a torch.Tensor", type(tensor).__name__))
+
+
+def add_rms_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0
+) -> tuple[Tensor, Tensor]:
+    r"""Add to the residual stream and normalize the sum, in one pass over memory.
+
+    $$h = \mathrm{cast}(x + \text{residual}), \qquad y = \text{rms\_norm}(h, w).$$
+
+    The bits are those of the addition followed by `rms_norm`. In backward the gradient that arrives at `h`
+    is added in fp32 to that of the normalization and rounded once; `x` and `residual` get the same one.
+
+    Args:
+        x: `(..., H)`, float32, bfloat16 or float16, CPU or CUDA, any strides (copied when not contiguous).
+        residual: As `x`, of the same shape and dtype.
+        weight: `(H,)`, any of the three dtypes, on the device of `x`.
+        eps: Added to the mean square, >= 0.
+        offset: Added to the weight, as in `rms_norm`.
+
+    Returns:
+        `y`, as of `rms_norm`, and `h` with the dtype of `x`; both contiguous.
+
+    Raises:
+        ArgumentTypeError: Not tensors, or another dtype.
+        ArgumentError: Shapes or devices do not fit.
+        OptionError: `eps` or `offset` is not a finite number, or `eps` negative.
+
+    Example:
+        >>> y, h = add_rms_norm(torch.tensor([[1.0, 1.0]]), torch.tensor([[2.0, 3.0]]), torch.ones(2), 0.0)
+        >>> y, h
+        (tensor([[0.8485, 1.1314]]), tensor([[3., 4.]]))
+    """
+    _expect_tensors("add_rms_norm", x=x, residual=residual, weight=weight)
+    eps = number("eps", eps, minimum=0.0)
+    offset = number("offset", offset)
+    y, total = _AddRMSNorm.apply(x, residual, weight, eps, offset)  # type: ignore[no-untyped-call]
+    return y, total

@@ -46,10 +46,10 @@ class Console:
         if not self.as_json:
             print(text, flush=True)
 
-    def start_bar(self, total: int, done: int) -> None:
+    def start_bar(self, total: int, done: int, unit: str = "step") -> None:
         """Show a bar of optimizer steps; it hides itself where stderr is no terminal."""
         self._bar = tqdm(
-            total=total, initial=done, unit="step", disable=None, file=sys.stderr, dynamic_ncols=True
+            total=total, initial=done, unit=unit, disable=None, file=sys.stderr, dynamic_ncols=True
         )
 
     def show(self, **shown: str) -> None:

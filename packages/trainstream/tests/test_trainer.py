@@ -390,12 +390,24 @@ def test_a_frozen_quantized_model_is_saved_decoded(tmp_path):
     torch.testing.assert_close(loaded(input_ids=ids).logits, model.eval()(input_ids=ids).logits)
 
 
-def test_gradient_checkpointing_is_left_to_transformers(tmp_path):
+@pytest.mark.parametrize("way", [{}, {"every_n_layers": 2}, {"use_reentrant": False}])
+def test_activation_checkpointing_becomes_recompute(tmp_path, way):
     rows = random_rows(2)
-    model = build()
+    model = build(attention_dropout=0.1)
     _, (plain,), _ = run(tmp_path / "a", copy.deepcopy(model), rows)
-    _, (checkpointed,), _ = run(tmp_path / "b", copy.deepcopy(model), rows, gradient_checkpointing=True)
+    trainer, (checkpointed,), _ = run(
+        tmp_path / "b",
+        copy.deepcopy(model),
+        rows,
+        gradient_checkpointing=True,
+        gradient_checkpointing_kwargs=way or None,
+    )
+    expected = ("recompute", "keep") if "every_n_layers" in way else ("recompute", "recompute")
+    assert trainer.model._trainstream_session.plan.policy == expected
+    assert not any(getattr(module, "gradient_checkpointing", False) for module in trainer.model.modules())
     assert all(torch.equal(plain[name], checkpointed[name]) for name in plain)
+    trainer, _, _ = run(tmp_path / "c", model, rows, {"recompute": [1]}, gradient_checkpointing=True)
+    assert trainer.model._trainstream_session.plan.policy == ("keep", "recompute")
 
 
 def test_a_scheduler_and_optimizer_of_the_users_own(tmp_path):
@@ -473,7 +485,8 @@ def test_paged_weights_train_alike_and_resume_in_another_placement(tmp_path):
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"packing": True}, "packing"),
+        ({"packing": "yes"}, "packing"),
+        ({"packing": 0}, "packing"),
         ({"chunked_loss": "yes"}, "chunked_loss"),
         ({"loss_chunk_size": 0}, "loss_chunk_size"),
         ({"lr": 1e-3}, "learning_rate"),
@@ -494,22 +507,38 @@ def test_an_optimizer_that_is_no_adamw_is_refused(tmp_path):
 
 
 def test_it_works_as_a_mixin(tmp_path):
+    """The loss of the class behind it is kept: replacing it in silence would train something else."""
+
     class Other(Trainer):
         def __init__(self, *args, extra=None, **kwargs):
             self.extra = extra
+            self._metrics = {"train": []}  # a name that TRL's Trainers use
             super().__init__(*args, **kwargs)
 
         def compute_loss(self, *args, **kwargs):
-            raise AssertionError("the chunked loss comes first")
+            self._metrics["train"].append(1)
+            loss = super().compute_loss(*args, **kwargs)
+            return (loss[0] * 2, *loss[1:]) if isinstance(loss, tuple) else loss * 2
 
     class Both(TrainStreamTrainer, Other):
         pass
 
-    trainer = Both(
-        model=build(), args=arguments(tmp_path), train_dataset=random_rows(1), extra=3, trainstream={}
-    )
-    trainer.train()
-    assert trainer.extra == 3
+    rows = random_rows(2, labels=[1, 7])
+    expected = window_loss(build(), rows)[0].item()
+    for options, factor, calls in (({}, 2, 2), ({"chunked_loss": True}, 1, 0)):
+        trainer = Both(
+            model=build(),
+            args=arguments(tmp_path, gradient_accumulation_steps=2),
+            train_dataset=rows,
+            extra=3,
+            trainstream=options,
+        )
+        trainer._get_train_sampler = lambda *_: torch.utils.data.SequentialSampler(rows)
+        trainer.train()
+        assert trainer.extra == 3
+        assert len(trainer._metrics["train"]) == calls
+        losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        assert losses == pytest.approx([factor * expected], rel=1e-5)
 
 
 def test_wrap_hf_takes_the_decoder_layers():

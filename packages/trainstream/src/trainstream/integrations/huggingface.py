@@ -30,10 +30,11 @@ import trainstream as ts
 from trainstream._folders import replace_folder, sweep
 from trainstream._options import WrapOptions
 from trainstream._session import session_of
+from trainstream.integrations._batches import RowPacking, packing_option, recompute_of
 from trainstream.integrations._metrics import LogMetrics
 from trainstream.integrations._plan_file import SavedPlan, read_plan, write_plan
 from ts_core.errors import ArgumentTypeError, OptionError
-from ts_core.options import boolean, integer, not_yet
+from ts_core.options import boolean, integer
 from ts_hf import backbone, causal_lm_loss_for, count_items, load_model, save_model
 from ts_hf.losses import head_of
 
@@ -92,8 +93,9 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
     """transformers' `Trainer` with the optimizer state on the host and the loss computed in chunks.
 
     Everything of `Trainer` keeps its meaning: schedules, accumulation, clipping, evaluation, callbacks,
-    checkpoints, `resume_from_checkpoint`. It can stand in front of another Trainer class as a mixin:
-    `class MyTrainer(TrainStreamTrainer, SFTTrainer)`.
+    checkpoints, `resume_from_checkpoint`. Activation (gradient) checkpointing of the arguments becomes the
+    option `recompute`. It can stand in front of another Trainer class as a mixin, TRL's for instance:
+    `class MyTrainer(TrainStreamTrainer, SFTTrainer)`. A loss that such a class computes itself is kept.
 
     The loss of a step is the sum over its micro-batches of the cross-entropy of every label after the shift,
     divided by the number of such labels in the whole step; so the gradient does not depend on how a step is
@@ -108,8 +110,11 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
               time, so that logits never exist as a whole. If it is not given and the model or the arguments
               do not allow it (no decoder and output head found, label smoothing, `compute_loss_func`), the
               model's own loss is used and a warning says why; if it is given as True, that is an error.
+              In front of a class that computes its own loss, only True replaces that.
             - `events` (None): a file for JSON lines, one for every step and event; see the page "events".
-            - `packing` (False): not in this release.
+            - `packing` (False): put the documents of a training batch into full rows, with attention kept
+              inside each: True for rows as long as the longest of the batch, N for rows of N tokens. Examples
+              hold `input_ids` and perhaps `labels`. Evaluation has one document a row.
         **kwargs: As `Trainer`.
 
     Raises:
@@ -135,7 +140,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         if events is not None and not isinstance(events, (str, os.PathLike)):
             raise OptionError(f"option events: expected a path or None, given {type(events).__name__}")
         self._events_file: str | os.PathLike[str] | None = events
-        not_yet("packing", options.pop("packing", False), (False,))
+        packing = packing_option(options.pop("packing", False))
         for name in options.keys() & _FROM_ARGUMENTS.keys():
             raise OptionError(
                 f"option {name}: the Trainer takes it from TrainingArguments.{_FROM_ARGUMENTS[name]}"
@@ -144,16 +149,22 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         self._wrap_options = options
         self._need_logits = False
         self._saved_plan: SavedPlan | None = None
-        self._metrics: LogMetrics | None = None
+        self._ts_metrics: LogMetrics | None = None
         super().__init__(*args, **kwargs)
         self._check_optim()
         if self.args.n_gpu > 1:
             LOGGER.warning("TrainStreamTrainer trains on one GPU; the other visible ones stay idle")
             self.args._n_gpu = 1
+        self._packing = RowPacking(self, packing) if packing else None
+        given = options.get("recompute", "auto") != "auto"
+        recompute = recompute_of(self.args, _decoder_layers(self.model), given)
+        if recompute is not None:
+            self._wrap_options["recompute"] = recompute
         self._takes_loss_kwargs = bool(self.model_accepts_loss_kwargs)  # type: ignore[has-type]
         self._chunked = self._decide_chunked()
         # A causal LM that cannot be told the divisor returns the mean of its own micro-batch.
-        self._rescaled = not (self._chunked or self._takes_loss_kwargs or self._why_not_chunked())
+        own = self._takes_loss_kwargs or self._foreign_loss() or self._why_not_chunked()
+        self._rescaled = not (self._chunked or own)
         if self._chunked or self._rescaled:
             # The loss is normalized here, whatever the model's forward accepts: this makes Trainer count the
             # labels, and keeps it from dividing by the number of micro-batches once more.
@@ -168,7 +179,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             )
 
     def _decide_chunked(self) -> bool:
-        if self._chunked_asked is False:
+        if self._chunked_asked is False or (self._foreign_loss() and not self._chunked_asked):
             return False
         reason = self._why_not_chunked()
         if reason and self._chunked_asked:
@@ -176,6 +187,12 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         if reason:
             LOGGER.warning("chunked loss is off: %s; the model's own loss is used", reason)
         return not reason
+
+    def _foreign_loss(self) -> bool:
+        """Whether a class behind this one computes a loss of its own, as TRL's Trainers do."""
+        mro = type(self).__mro__
+        behind = mro[mro.index(TrainStreamTrainer) + 1 :]
+        return next(cls for cls in behind if "compute_loss" in cls.__dict__) is not Trainer
 
     def _why_not_chunked(self) -> str:
         if self.label_smoother is not None:
@@ -214,7 +231,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
             self.optimizer._is_accelerate_prepared = True  # so that prepare() leaves it alone
             session = session_of(self.model)
-            self._metrics = LogMetrics(wrapped, session)
+            self._ts_metrics = LogMetrics(wrapped, session)
             if session is not None and self._events_file is not None:
                 session.record(self._events_file)
         session = session_of(self.model)
@@ -242,11 +259,22 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """Run forward and backward of a micro-batch; where memory runs out, make room and run it again."""
-        if self._metrics is not None and isinstance(inputs.get("input_ids"), torch.Tensor):
-            self._metrics.count_tokens(inputs["input_ids"].numel())
+        tokens = inputs.pop("num_tokens", None)  # of a packed batch: without padding
+        if self._ts_metrics is not None and isinstance(inputs.get("input_ids"), torch.Tensor):
+            self._ts_metrics.count_tokens(inputs["input_ids"].numel() if tokens is None else int(tokens))
         run: Callable[[], torch.Tensor] = partial(super().training_step, model, inputs, num_items_in_batch)
         session = session_of(self.model)
         return run() if session is None else session.replayed(run)
+
+    def _get_dataloader(self, *args: Any, **kwargs: Any) -> Any:
+        """Make a data loader, for training with packed rows if they are asked for."""
+        if self._packing is None:
+            return super()._get_dataloader(*args, **kwargs)
+        own, self.data_collator = self.data_collator, self._packing.collator(kwargs.get("is_training", False))
+        try:
+            return super()._get_dataloader(*args, **kwargs)
+        finally:
+            self.data_collator = own
 
     def compute_loss(
         self,
@@ -281,6 +309,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Let Trainer compute the loss from whole logits, and see to its divisor where the model cannot."""
+        if self._foreign_loss():
+            return super().compute_loss(model, inputs, return_outputs, num_items, **kwargs)
         accepted, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._takes_loss_kwargs
         try:
             loss, outputs = super().compute_loss(
@@ -316,8 +346,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with TrainStream's metrics beside the training loss."""
-        if self._metrics is not None and "loss" in logs:
-            logs.update(self._metrics.take())
+        if self._ts_metrics is not None and "loss" in logs:
+            logs.update(self._ts_metrics.take())
             session = session_of(self.model)
             for recorder in session.recorders if session is not None else ():
                 recorder.loss(self.state.global_step, logs["loss"])

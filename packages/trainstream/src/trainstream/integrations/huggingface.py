@@ -35,10 +35,25 @@ from trainstream.integrations._metrics import LogMetrics
 from trainstream.integrations._plan_file import SavedPlan, read_plan, write_plan
 from ts_core.errors import ArgumentTypeError, OptionError
 from ts_core.options import boolean, integer
-from ts_hf import backbone, causal_lm_loss_for, count_items, load_model, save_model
+from ts_hf import (
+    backbone,
+    causal_lm_loss_for,
+    count_items,
+    load_model,
+    reference_logprobs,
+    save_model,
+    sequence_logprobs_for,
+)
 from ts_hf.losses import head_of
 
-__all__ = ["TrainStreamCallback", "TrainStreamTrainer", "load_model", "wrap_hf"]
+__all__ = [
+    "TrainStreamCallback",
+    "TrainStreamTrainer",
+    "load_model",
+    "reference_logprobs",
+    "sequence_logprobs_for",
+    "wrap_hf",
+]
 
 LOGGER = logging.getLogger("trainstream")
 
@@ -270,7 +285,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         """Make a data loader, for training with packed rows if they are asked for."""
         if self._packing is None:
             return super()._get_dataloader(*args, **kwargs)
-        own, self.data_collator = self.data_collator, self._packing.collator(kwargs.get("is_training", False))
+        own = self.data_collator  # type: ignore[has-type]
+        self.data_collator = self._packing.collator(kwargs.get("is_training", False))
         try:
             return super()._get_dataloader(*args, **kwargs)
         finally:

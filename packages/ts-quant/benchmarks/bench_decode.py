@@ -24,7 +24,8 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from ts_quant import _C, dequantize, quantize, reference
+from ts_core import registry
+from ts_quant import _C, QuantizedTensor, dequantize, quantize, reference
 
 BLOCK_SIZE = 64
 
@@ -41,38 +42,65 @@ def expression(
     return lambda: (pairs[codes.int()].view(-1, BLOCK_SIZE) * absmax).to(dtype).view(shape)
 
 
-def bitsandbytes(x: torch.Tensor) -> dict[str, Callable]:
-    """Their decode and encode, if they are installed."""
+def bitsandbytes(x: torch.Tensor, codec: str) -> dict[str, Callable]:
+    """Their decode and encode of the same format, if they have it and are installed."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
             import bitsandbytes.functional as theirs
     except ImportError:
         return {}
-    codes, state = theirs.quantize_4bit(x, blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=False)
+    if codec == "bnb_int8":
+        codes, rows, _ = theirs.int8_vectorwise_quant(x.half())
+        return {"bitsandbytes": lambda: theirs.int8_vectorwise_dequant(codes, rows)}
+    kind, nested = codec.removesuffix("-dq").removeprefix("bnb_"), codec.endswith("-dq")
+    if kind not in ("nf4", "fp4"):
+        return {}
+    how = {"blocksize": BLOCK_SIZE, "quant_type": kind, "compress_statistics": nested}
+    codes, state = theirs.quantize_4bit(x, **how)
     return {
         "bitsandbytes": lambda: theirs.dequantize_4bit(codes, state),
-        "bitsandbytes encode": lambda: theirs.quantize_4bit(
-            x, blocksize=BLOCK_SIZE, quant_type="nf4", compress_statistics=False
-        ),
+        "bitsandbytes encode": lambda: theirs.quantize_4bit(x, **how),
     }
+
+
+def published(x: torch.Tensor, name: str) -> QuantizedTensor:
+    """A weight in a format that is only decoded: bytes that mean finite values, and sizes of its own."""
+    codec = registry.codec(name)
+    meta = codec.describe(BLOCK_SIZE) if name in ("gptq", "awq") else codec.meta(BLOCK_SIZE)
+    parts = {}
+    for part, (dtype, shape) in codec.parts(x.shape, meta).items():
+        made = torch.full(shape, 0.01, device=x.device) if dtype.is_floating_point else None
+        if made is None:
+            made = torch.randint(0, 100, shape, device=x.device)
+        parts[part] = made.to(dtype)
+    return QuantizedTensor.from_packed(parts, name, tuple(x.shape), x.dtype, meta)
+
+
+def every_codec() -> list[str]:
+    """Names of all codecs; with "-dq" where scales can be quantized too."""
+    names = list(registry.codecs())
+    return names + [f"{name}-dq" for name in names if getattr(registry.codec(name), "nests", False)]
 
 
 def contenders(x: torch.Tensor, codec: str) -> tuple[dict[str, Callable], int]:
     """Return the calls to time, and the bytes of the packed tensor."""
-    qt = quantize(x, codec, block_size=BLOCK_SIZE)
+    name, double = codec.removesuffix("-dq"), codec.endswith("-dq")
+    encodes = registry.codec(name).encodes
+    how = {"block_size": BLOCK_SIZE, "double_quant": double}
+    qt = quantize(x, name, **how) if encodes else published(x, name)
     out, few = torch.empty_like(x), x[:8].contiguous()
     calls = {
         "copy out": lambda: out.copy_(x),
         "ts_quant out": lambda: dequantize(qt, out=out),
         "ts_quant": lambda: dequantize(qt),
-        "expression": expression(codec, qt.packed, x.shape, x.dtype),
         "linear, 8 rows": lambda: F.linear(few, qt),
         "linear, 8 rows, plain weight": lambda: F.linear(few, x),
-        "ts_quant encode": lambda: quantize(x, codec, block_size=BLOCK_SIZE),
     }
-    if codec == "nf4":
-        calls |= bitsandbytes(x)
-    return calls, qt.packed_bytes
+    if encodes:
+        calls["ts_quant encode"] = lambda: quantize(x, name, **how)
+    if codec in ("nf4", "int8"):
+        calls["expression"] = expression(codec, qt.packed, x.shape, x.dtype)
+    return calls | bitsandbytes(x, codec), qt.packed_bytes
 
 
 def time_ms(call: Callable, device: str) -> float:
@@ -119,7 +147,7 @@ def main() -> None:
     parser.add_argument("--rows", type=int, default=13824)
     parser.add_argument("--columns", type=int, default=5120)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--codecs", nargs="+", default=["nf4", "int8"])
+    parser.add_argument("--codecs", nargs="+", default=every_codec(), help="NAME, or NAME-dq")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--slow-rounds", type=int, default=3, help="for the expression and for encoding")
     parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
@@ -127,7 +155,7 @@ def main() -> None:
     parser.add_argument("--smoke", action="store_true", help="tiny, once: proves that the script runs")
     options = parser.parse_args()
     if options.smoke:
-        options.rows, options.columns, options.rounds, options.slow_rounds = 64, 64, 1, 1
+        options.rows, options.columns, options.rounds, options.slow_rounds = 64, 256, 1, 1
     if options.threads:
         torch.set_num_threads(options.threads)
     print(json.dumps({"machine": machine(options.device)}), file=options.out)

@@ -180,11 +180,16 @@ class Nesting(NamedTuple):
 class NestedBlockCodec(BlockCodec):
     """A block-wise codec whose scales can be quantized too.
 
+    Attributes:
+        nests: True, for those who ask a codec before they ask for `double_quant`.
+
     Example:
         >>> from ts_quant.codecs import NF4_CODEC
         >>> NF4_CODEC.packed_bytes((64, 256), NF4_CODEC.meta(64, double_quant=True))
         9480
     """
+
+    nests = True
 
     def __init__(self, layout: Format, nesting: Nesting) -> None:
         """Wrap a format.

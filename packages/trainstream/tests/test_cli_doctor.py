@@ -356,3 +356,49 @@ def test_the_command_in_a_broken_environment(tmp_path):
     assert "-> export TRAINSTREAM_CACHE_DIR=" in done.stdout
     assert "C++ compiler" in done.stdout
     assert Path(tmp_path / "file").read_text() == ""
+
+
+BREAKS = """
+import os, sys
+class Broken:
+    def find_spec(self, name, path=None, target=None):
+        if name == os.environ.get("BROKEN"):
+            raise ImportError(f"{name}: undefined symbol: _ZN3fooEv")
+sys.meta_path.insert(0, Broken())
+"""
+
+
+@pytest.mark.parametrize(
+    ("broken", "failed", "fix"),
+    [
+        ("ts_optim._C", "ts_optim", "pip install --no-deps --force-reinstall ./packages/ts-optim"),
+        ("torch", "torch", "pip install --force-reinstall torch"),
+    ],
+)
+def test_it_starts_where_a_native_module_is_broken_and_says_what_mends_it(tmp_path, broken, failed, fix):
+    (tmp_path / "sitecustomize.py").write_text(BREAKS)
+    result = command("--json", BROKEN=broken, PYTHONPATH=str(tmp_path))
+    assert result.returncode == 1
+    assert "Traceback" not in result.stderr
+    event = json.loads(result.stdout)
+    check_schema(event)
+    (check,) = [check for check in event["checks"] if check["status"] == "failed"]
+    assert check["name"] == failed
+    assert "undefined symbol" in check["value"]
+    assert check["fix"].startswith(fix)
+
+
+def test_a_broken_native_module_is_an_error_at_the_first_use_of_a_name(tmp_path):
+    (tmp_path / "sitecustomize.py").write_text(BREAKS)
+    code = (
+        "import trainstream\n"
+        "try:\n    trainstream.wrap\n"
+        "except ImportError as error:\n    print(error)\n"
+        "try:\n    from trainstream import memory_report\n"
+        "except ImportError as error:\n    print(hasattr(trainstream, '__path__'))\n"
+    )
+    env = {**os.environ, "BROKEN": "ts_fused._C", "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=env)
+    first, second = done.stdout.splitlines()
+    assert "undefined symbol" in first
+    assert second == "True"

@@ -108,8 +108,10 @@ def doctor(
     """
 
     def work(console: Any) -> int:
-        from trainstream.cli.doctor import run
-
+        try:
+            from trainstream.cli.doctor import run
+        except (ImportError, OSError) as error:
+            return _no_torch(console, error)
         return run(console, force=force)
 
     _carry_out(work, as_json, debug)
@@ -229,6 +231,25 @@ def verify(
         return run(console, check_request(asked))
 
     _carry_out(work, as_json, debug)
+
+
+def _no_torch(console: Any, error: Exception) -> int:
+    """What doctor says where torch itself does not load; nothing else can be looked at then."""
+    text = " ".join(str(error).split())
+    fix = (
+        "pip install --force-reinstall torch (a build for your CUDA driver: https://pytorch.org/get-started)"
+    )
+    check = {
+        "name": "torch",
+        "status": "failed",
+        "value": f"cannot be imported: {text}",
+        "fix": fix,
+        "data": {},
+    }
+    console.event("doctor", ok=False, checks=[check], profile=None)
+    console.say(f"torch  failed   {check['value']}\n                -> {fix}")
+    console.say("\ntraining is impossible here: torch")
+    return 1
 
 
 def _carry_out(work: Callable[[Any], int], as_json: bool, debug: bool) -> None:

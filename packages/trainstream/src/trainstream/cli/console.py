@@ -9,8 +9,6 @@ from typing import Any
 
 from tqdm import tqdm
 
-from ts_core.memory import format_bytes
-
 __all__ = ["Console", "tiers_text"]
 
 
@@ -92,4 +90,6 @@ def tiers_text(tiers: dict[str, int]) -> str:
         >>> tiers_text({"device": 1 << 30, "host": 0})
         'device 1.0 GiB'
     """
+    from ts_core.memory import format_bytes  # here: it needs torch, and doctor must start without
+
     return ", ".join(f"{tier} {format_bytes(size)}" for tier, size in tiers.items() if size)

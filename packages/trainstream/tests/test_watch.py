@@ -151,3 +151,28 @@ def test_a_limit_that_sinks_under_way_makes_groups_stream(tmp_path, monkeypatch)
     group.leave(4000 * MIB)
     run(model, optimizer, "cpu", [32])
     trainstream.unwrap(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_vram_that_another_process_takes_makes_groups_stream(monkeypatch):
+    lengths = [32] * 6
+    expected = reference("cuda", tuple(lengths))
+    torch.manual_seed(0)
+    model, optimizer = trainstream.wrap(model_of(), None, lr=1e-3, device="cuda", quantize="none")
+    session = model._trainstream_session
+    monkeypatch.setattr("trainstream._watch._SHARE", 0)
+    total = torch.cuda.get_device_properties(0).total_memory
+    seen = []
+
+    def taken(step):
+        seen.append(sum(row.tier != "device" and not row.settled for row in session.plan.blocks))
+        if step == 2:
+            torch.cuda.empty_cache()
+            monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *a: (0, total))
+
+    assert run(model, optimizer, "cuda", lengths, taken) == expected
+    assert seen[2] == 0 < seen[3]
+    assert any("less of the device is left" in line for line in session.events.events)
+    assert any("stream from now on" in line for line in session.events.events)
+    trainstream.unwrap(model)

@@ -184,7 +184,10 @@ class Places:
         pager = self.pager_of(session)
         policies = {block.name: block.policy for block in pager.blocks}
         counts = {b.name: (b.runs, b.fills) for b in (*pager.blocks, *pager.edges)}
+        slots = bool(pager.slots)
         pager.detach()
+        if slots:
+            gc.collect()  # what stood on the modules holds them in a cycle
         done: set[int] = set()
         try:
             for index in leaving:
@@ -196,7 +199,6 @@ class Places:
             self.paged |= done
             self.settled -= done
             self._attach(session, pager, policies, counts)
-            gc.collect()
             let_go()
             if self.tiers.device.type == "cuda":
                 torch.cuda.empty_cache()
@@ -279,10 +281,21 @@ class Places:
         blocks = [
             (unit.group.name, unit.modules[0][1], policies[unit.group.name]) for unit in self.inventory.blocks
         ]
-        pager.attach(blocks, *hooked_edges(self.inventory, paged))
+        edges = hooked_edges(self.inventory, paged)
+        try:
+            pager.attach(blocks, *edges)
+        except torch.OutOfMemoryError:
+            pager.detach()
+            gc.collect()
+            torch.cuda.empty_cache()
+            pager.slot_count = 1
+            pager.attach(blocks, *edges)
         names = [name for index in self.settled for name, _ in self.inventory.units[index].modules]
-        if names:
+        try:
             pager.settle(names)
+        except torch.OutOfMemoryError as error:
+            session.events.add(f"no room for {len(self.settled)} groups in slots of their own: {error}")
+            self.settled.clear()
         for block in (*pager.blocks, *pager.edges):
             block.runs, block.fills = counts.get(block.name, (0, 0))
 

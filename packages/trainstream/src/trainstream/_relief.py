@@ -117,6 +117,7 @@ class Relief:
         session, places = self._session, self.places
         self.pause_adapting()
         self.due = ""
+        gc.collect()  # what the failed pass has left in cycles
         kept = places.keepers(session)
         if kept:
             places.forget_activations(session)
@@ -203,7 +204,6 @@ class Relief:
             session.tuner.governor.hold = False
 
     def _empty_caches(self) -> None:
-        gc.collect()
         let_go()
         if self.places.tiers.device.type == "cuda":
             torch.cuda.empty_cache()

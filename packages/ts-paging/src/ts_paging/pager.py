@@ -66,6 +66,7 @@ class WeightPager:
         activations: Takes saved tensors of blocks whose policy is ``offload``.
         min_offload_bytes: Smaller saved tensors stay.
         governor: Decides about saved activations pass by pass; None leaves each block's policy as it is.
+        slot_count: Slots that `attach` makes for the stack, at most.
         host_bytes: Bytes of weights copied from host memory to slots so far, as stored.
         disk_bytes: Bytes of weights read from files to slots so far, as stored.
         wait_s: Seconds that computing threads spent until weights were in their slots, decoding on the CPU
@@ -114,7 +115,7 @@ class WeightPager:
         self.blocks: list[PagedBlock] = []
         self.edges: list[PagedBlock] = []
         self.slots: list[Slot] = []
-        self._count = slots
+        self.slot_count = slots
         self._depth = prefetch
         self._next: dict[tuple[int, bool], PagedBlock] = {}
         self._last: PagedBlock | None = None
@@ -139,7 +140,7 @@ class WeightPager:
             for name, module in edges
         ]
         paged = [block for block in self.blocks if block.parameters]
-        count = min(self._count, len(paged))
+        count = min(self.slot_count, len(paged))
         sizes = [block.layout.nbytes for block in paged]
         self.slots = [Slot(max(sizes[index::count]), self.device) for index in range(count)]
         around = [edge for edge in self.edges if not isinstance(edge, GatheredRows)]

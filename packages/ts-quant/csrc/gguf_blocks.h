@@ -57,7 +57,7 @@ struct GgufQ5_0 {
     const uint8_t* q = b + 6 + first % 16;
     const int shift = first / 16 * 4;
     for (int i = 0; i < N; ++i) {
-      const int fifth = static_cast<int>(high >> i & 1) << 4;
+      const int fifth = (high & (1u << i)) != 0 ? 16 : 0;
       v[i] = d * static_cast<float>(((q[i] >> shift & 15) | fifth) - 16);
     }
   }
@@ -72,7 +72,7 @@ struct GgufQ5_1 {
     const uint8_t* q = b + 8 + first % 16;
     const int shift = first / 16 * 4;
     for (int i = 0; i < N; ++i) {
-      const int fifth = static_cast<int>(high >> i & 1) << 4;
+      const int fifth = (high & (1u << i)) != 0 ? 16 : 0;
       v[i] = d * static_cast<float>((q[i] >> shift & 15) | fifth) + m;
     }
   }

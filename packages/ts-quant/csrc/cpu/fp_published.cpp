@@ -1,21 +1,45 @@
-// Published fp4 and fp8 layouts on the CPU. The loops over constant counts are what the compiler
-// vectorizes, for each instruction set.
+// Published fp4 and fp8 layouts on the CPU. Every variant gives the same bits.
 #include <stdint.h>
 
 #include "fp_layouts.h"
+#include "small_floats_simd.h"
 #include "spread.h"
 #include "ts/numeric.h"
 #include "ts/thread_pool.h"
 
 namespace ts::quant::TS_ISA {
 
+#if defined(TS_QUANT_SIMD)
+static constexpr float kE2m1[8] = {0.0f, 0.5f, 1.0f, 1.5f, 2.0f, 3.0f, 4.0f, 6.0f};
+
+static inline Floats load_e2m1(const uint8_t* p) {
+  const Ints codes = load_nibbles(p);
+#if defined(TS_ISA_avx512)
+  const Floats table = _mm512_castps256_ps512(_mm256_loadu_ps(kE2m1));
+  const Ints sign = _mm512_slli_epi32(_mm512_and_si512(codes, _mm512_set1_epi32(8)), 28);
+  const Ints index = _mm512_and_si512(codes, _mm512_set1_epi32(7));
+  return _mm512_castsi512_ps(
+      _mm512_or_si512(_mm512_castps_si512(_mm512_permutexvar_ps(index, table)), sign));
+#else
+  const Ints sign = _mm256_slli_epi32(_mm256_and_si256(codes, _mm256_set1_epi32(8)), 28);
+  return _mm256_or_ps(_mm256_permutevar8x32_ps(_mm256_loadu_ps(kE2m1), codes),
+                      _mm256_castsi256_ps(sign));
+#endif
+}
+#endif
+
 // One group, 16 or 32 codes.
 template <int N>
 static inline void unpack(const uint8_t* codes, float scale, float* v) {
+#if defined(TS_QUANT_SIMD)
+  for (int i = 0; i < N; i += static_cast<int>(kLanes))
+    store(v + i, multiply(load_e2m1(codes + i / 2), splat(scale)));
+#else
   for (int i = 0; i < N / 2; ++i) {
     v[2 * i] = e2m1(codes[i] & 15u) * scale;
     v[2 * i + 1] = e2m1(codes[i] >> 4) * scale;
   }
+#endif
 }
 
 template <int N, typename T>
@@ -66,13 +90,11 @@ static void decode_fp4(const Fp4& m, T* out, int threads) {
 
 template <typename T>
 static void decode_fp8_span(const uint8_t* codes, float scale, T* out, int64_t n) {
-  constexpr int kSpan = 64;
-  float v[kSpan];
   int64_t i = 0;
-  for (; i + kSpan <= n; i += kSpan) {
-    for (int k = 0; k < kSpan; ++k) v[k] = e4m3(codes[i + k]) * scale;
-    spread(out + i, v, kSpan);
-  }
+#if defined(TS_QUANT_SIMD)
+  const Floats factor = splat(scale);
+  for (; i + kLanes <= n; i += kLanes) store(out + i, multiply(load_e4m3(codes + i), factor));
+#endif
   for (; i < n; ++i) out[i] = Convert<T>::from(e4m3(codes[i]) * scale);
 }
 

@@ -95,7 +95,7 @@ def test_an_unknown_key_far_from_all_lists_everything():
     ("key", "value"),
     [
         ("lr", "0"), ("lr", "fast"), ("steps", "0"), ("steps", "1.5"), ("method", "dora"),
-        ("quantize", "fp8"),
+        ("quantize", "fp9"),
         ("dtype", "fp16"), ("dropout", "1.5"), ("seq_len", "1"), ("batch_size", "0"), ("model", ""),
         ("data", []), ("data", [1]), ("data", 3), ("model", ["a"]), ("trust_remote_code", "maybe"),
         ("scheduler", "polynomial"), ("eval_batches", "-1"), ("threads", "0"), ("wrap", "fast"),

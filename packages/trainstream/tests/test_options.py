@@ -16,7 +16,7 @@ NOW = {
     "offload": ["auto", True],
     "activation_offload": ["auto", False, True, 0.0, 0, 0.5],
     "param_offload": ["auto", False, True, 0.0, 0.5, [], [0, 1]],
-    "quantize": ["auto", "none", None, False, "int8", "nf4"],
+    "quantize": ["auto", "none", None, False, "int8", "nf4", "fp8", "mxfp8", "fp8_row", "fp8_block", "nvfp4"],
     "quant_block_size": [2, 64, 4096],
     "prefer": ["exact", "speed"],
     "recompute": ["auto", False, True, 0.0, 0.5, [], [0]],
@@ -68,7 +68,6 @@ NOW = {
     "lossless": ["auto", False],
 }
 LATER = {
-    "quantize": ["fp8", "nvfp4"],
     "attention": ["cudnn", "efficient", "flash", "math"],
     "nvfp4_backward": [True],
     "kernels": [True],

@@ -485,8 +485,6 @@ def test_random_weights_need_only_the_config_file(tmp_path):
 @pytest.mark.parametrize(
     ("option", "value", "words"),
     [
-        ("quantize", "fp8", "not available in this release"),
-        ("quantize", "nvfp4", "not available in this release"),
         ("quantize", "int4", "expected one of"),
         ("quantize", True, "expected one of"),
         ("keep_precise", 0.05, "not available"),

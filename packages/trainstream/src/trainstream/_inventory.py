@@ -20,6 +20,7 @@ from ts_paging.slots import SlotLayout
 from ts_quant import QuantizedTensor
 from ts_quant.error_fit import fits
 from ts_quant.functional import meta_for
+from ts_quant.codecs import resolve
 from ts_quant.precision import NEXT_CODEC
 
 __all__ = ["Inventory", "Unit", "reserve_for"]
@@ -259,7 +260,7 @@ def _sizes(
     def stored(parameter: Tensor) -> int:
         if id(parameter) not in packed or codec == "none":
             return parameter_bytes(parameter)
-        chosen: Any = registry.codec(NEXT_CODEC[codec] if id(parameter) in precise else codec)
+        chosen: Any = registry.codec(resolve(NEXT_CODEC[codec] if id(parameter) in precise else codec))
         return int(chosen.packed_bytes(tuple(parameter.shape), meta_for(chosen, block_size, double_quant)))
 
     return stored

@@ -16,10 +16,12 @@ from torch import nn
 
 from ts_core import memory, options
 from ts_core.errors import OptionError
+from ts_quant.codecs import resolve
 
 __all__ = ["WrapOptions"]
 
 _MIB = 1 << 20
+_SMALL_FLOATS = ("fp8", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
 _MOMENTS = {
     "auto": "auto",
     "float32": "float32",
@@ -254,10 +256,10 @@ class WrapOptions:
         return device
 
     def _check_quantization(self) -> None:
-        accepted = ("auto", "none", None, False, "int8", "nf4", "fp8", "nvfp4")
+        accepted = ("auto", "none", None, False, "int8", "nf4", *_SMALL_FLOATS)
         value = options.choice("quantize", self.quantize, accepted)
-        options.not_yet("quantize", value, ("auto", "none", None, False, "int8", "nf4"))
-        self.quantize = "none" if value in (None, False) else value
+        # "fp8" is a choice that is made here, once: plans and checkpoints hold the layout.
+        self.quantize = "none" if value in (None, False) else resolve(str(value))
         try:
             moments = _MOMENTS.get(self.moment_dtype)
         except TypeError:

@@ -65,16 +65,17 @@ ASSUMED: dict[str, float] = {
     "page_lock_bytes_per_s": 2e9,
     "launch_s": 5e-6,
 }
+_CODECS = ("int8", "nf4", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
 #: The same for tables of rates, by type of device.
 ASSUMED_RATES: dict[str, dict[str, dict[str, float]]] = {
     "cpu": {
         "matmul_flops_per_s": {"bfloat16/1024": 2e10, "float32/1024": 5e10},
-        "decode_weights_per_s": {"int8": 1e9, "nf4": 1e9},
+        "decode_weights_per_s": dict.fromkeys(_CODECS, 1e9),
         "adamw_params_per_s": {"float32": 3e8, "bfloat16": 3e8, "int8": 3e8},
     },
     "cuda": {
         "matmul_flops_per_s": {"bfloat16/4096": 1e14, "float16/4096": 1e14, "float32/4096": 2e13},
-        "decode_weights_per_s": {"int8": 2e11, "nf4": 2e11},
+        "decode_weights_per_s": dict.fromkeys(_CODECS, 2e11),
         "adamw_params_per_s": {"float32": 3e8, "bfloat16": 3e8, "int8": 3e8},
     },
 }

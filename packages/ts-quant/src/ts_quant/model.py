@@ -72,15 +72,17 @@ def quantize_model(
 
     Args:
         model: Any module; changed in place. Its weights may be on the CPU, a GPU, or both.
-        quantize: "nf4" or "int8".
+        quantize: "nf4", "int8", "nvfp4", "fp8" (what this GPU computes) or one of its layouts, "mxfp8",
+            "fp8_row", "fp8_block".
         blocks: The modules to look in; `None` finds the repeated layer stack.
-        block_size: Values per scale, even, >= 2.
+        block_size: Values per scale, even, >= 2; fp8 and nvfp4 ignore it.
         pin_budget: Bytes (or "20GiB") of packed weights on the CPU to page-lock, where CUDA is usable; `None`
             is 40 % of the machine's RAM. What is beyond it, or cannot be locked, is pageable.
         keep_precise: Extra bytes, as a fraction (up to 0.5) of what all packed weights take without it;
-            "auto" and True are 0.05; 0, False and None are off. Within them nf4 weights become int8: taken by
-            falling reduction of the relative Frobenius error per extra byte, each that still fits. int8 has
-            no codec above it and ignores this; the logger "trainstream" says so.
+            "auto" and True are 0.05; 0, False and None are off. Within them nf4 weights become int8 and
+            nvfp4 weights fp8: taken by falling reduction of the relative Frobenius error per extra byte, each
+            that still fits. int8 and fp8 have no codec above them and ignore this; the logger "trainstream"
+            says so.
         error_rank: Rank of a fit of each matrix's error, kept with it for `init_lora_from_error`; 0 is none.
             Matrices that are not larger than their two factors, stacks and meta weights have none.
         error_iters: How often to quantize and refit; 1 leaves the packed bytes as they are without a fit.

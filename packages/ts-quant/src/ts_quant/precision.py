@@ -11,6 +11,7 @@ import torch
 from ts_core import registry
 from ts_core.errors import OptionError
 
+from .codecs import resolve
 from .error_fit import square_error
 from .functional import quantize
 from .tensor import QuantizedTensor
@@ -25,8 +26,8 @@ __all__ = [
     "relative_error",
 ]
 
-NEXT_CODEC = {"nf4": "int8"}
-"""The codec that a weight moves up to."""
+NEXT_CODEC = {"nf4": "int8", "nvfp4": "fp8"}
+"""The codec that a weight moves up to; "fp8" is what this GPU computes."""
 
 _AUTO, _TOP = 0.05, 0.5
 
@@ -175,7 +176,7 @@ def precise_names(
         >>> precise_names([("w", torch.randn(2, 64))], "int8", 64, 0.5)
         frozenset()
     """
-    if not share or codec not in NEXT_CODEC or NEXT_CODEC[codec] not in registry.codecs():
+    if not share or codec not in NEXT_CODEC or resolve(NEXT_CODEC[codec]) not in registry.codecs():
         return frozenset()
     found = [measure(key, weight, codec, block_size, double_quant) for key, weight in weights]
     return frozenset(choose(found, share))

@@ -11,6 +11,9 @@ from .tensor import QuantizedTensor
 
 __all__ = ["decode_rates"]
 
+_CODECS = ("int8", "nf4", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
+_COLUMNS = 4096
+
 
 def decode_rates(device: torch.device, quick: bool) -> dict[str, float]:
     """Time decoding to bfloat16 in memory that is there already.
@@ -24,13 +27,14 @@ def decode_rates(device: torch.device, quick: bool) -> dict[str, float]:
 
     Example:
         >>> sorted(decode_rates(torch.device("cpu"), True))
-        ['int8', 'nf4']
+        ['fp8_block', 'fp8_row', 'int8', 'mxfp8', 'nf4', 'nvfp4']
     """
     numel = (32 << 20) if device.type == "cpu" else (64 << 20)
     values = torch.linspace(-1.0, 1.0, numel if quick else 2 * numel, dtype=torch.bfloat16, device=device)
+    values = values.view(-1, _COLUMNS)
     out = torch.empty_like(values)
     rates: dict[str, float] = {}
-    for codec in ("int8", "nf4"):
+    for codec in _CODECS:
         packed = quantize(values, codec)
 
         def decode(packed: QuantizedTensor = packed) -> None:

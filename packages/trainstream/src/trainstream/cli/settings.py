@@ -114,9 +114,12 @@ def _bool(key: str, value: Any) -> bool:
     return boolean(key, _as_number(value))
 
 
+_CODECS = ("nf4", "int8", "fp8", "mxfp8", "fp8_row", "fp8_block", "nvfp4", "none")
+
+
 def _codec(key: str, value: Any) -> str | None:
     # Here "none" is a codec; only YAML's null leaves the choice open.
-    return None if value is None else _one_of("nf4", "int8", "none")(key, value)
+    return None if value is None else _one_of(*_CODECS)(key, value)
 
 
 def _size(key: str, value: Any) -> int:

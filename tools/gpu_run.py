@@ -184,7 +184,7 @@ def install(bundle: Path, site: Path) -> None:
     if note.is_file() and note.read_text() == bundled:
         return
     shutil.rmtree(site, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps", "--no-compile"]
+    command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-index", "--no-deps"]
     command += ["--no-cache-dir", "--target", str(site)]
     wheels = sorted(str(path) for path in (bundle / "wheels").glob("*.whl"))
     subprocess.run([*command, *wheels], check=True)
@@ -322,7 +322,7 @@ def run(args: argparse.Namespace) -> int:
     for problem in missing(site):
         print(f"warning: {problem}", file=sys.stderr)
     path = os.pathsep.join([str(site), *filter(None, [os.environ.get("PYTHONPATH")])])
-    env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    env = {**os.environ, "PYTHONPATH": path, "PYTHONUNBUFFERED": "1"}
     summary = {"machine": machine(), "manifest": json.loads((bundle / "manifest.json").read_text())}
     work = run_tests if args.what == "tests" else run_benchmarks
     summary["results"] = results = work(args, bundle, env, out)

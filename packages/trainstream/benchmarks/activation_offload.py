@@ -69,16 +69,16 @@ def main() -> int:
     words += ["--ram-gb", str(args.ram_gb)]
     words += ["--profile", str(args.profile)] if args.profile else []
     words += ["--wrap", *args.wrap] if args.wrap else []
-    runs = {engine: run_all(words, engine, args.timeout) for engine in args.engines.split(",")}
+    runs = {}
+    for engine in args.engines.split(","):
+        runs[engine] = run_all(words, engine, args.timeout)
+        for line in runs[engine]:
+            kept = {key: value for key, value in line.items() if key != "scenario"}
+            emit(args.out, {"bench": "activation_offload", "shape": args.shape, **kept})
     for at, tokens in enumerate((first, *others)):
         setting = {"bench": "activation_offload", "shape": args.shape, "tokens": int(tokens)}
         # A process that ends early ends with the line that says why.
         found = {engine: lines[min(at, len(lines) - 1)] for engine, lines in runs.items()}
-        for line in found.values():
-            emit(
-                args.out,
-                {**setting, **{key: v for key, v in line.items() if key not in ("scenario", "tokens")}},
-            )
         failed |= all("error" in line for line in found.values())
         least = next((line["step_s"] for line in found.values() if "error" not in line), None)
         table = {engine: row(line, least) for engine, line in found.items()}

@@ -1,0 +1,264 @@
+"""What each way to store frozen weights costs: perplexity on unseen text, before and after a short fine-tune.
+
+    python quality.py --windows 24 --seq 512 --train-steps 30 --out quality.jsonl
+    python quality.py --formats none nf4 nf4-k nf4-l nf4-dq --model FOLDER
+
+The model is SmolLM2-135M-Instruct unless `--model` names a folder; the text is the standard library of the
+running Python, of which some files are held out. For each format a fresh process loads the model, packs the
+frozen matrices of its blocks, and prints: perplexity of the held-out windows, the same after `--train-steps`
+steps of LoRA (r=16 on every linear layer of the blocks) on the other files, the relative weight error
+|W - decoded| / |W| over all packed matrices and over normally distributed ones of the same shapes, bytes a
+packed weight, and the median step. The last line compares all with `none`.
+
+Formats: `none`; `int8`, `nf4`, `mxfp8`, `fp8_row`, `fp8_block`, `nvfp4`, and `fp8`, which takes the layout
+that this GPU computes; `-dq` adds double_quant, `-k` keep_precise=0.05, `-l` error_rank of the adapters'
+rank (LoftQ) with two iterations, `-w` weights only (decoded before each use), `-o` outliers=0.01, `-b`
+nvfp4_backward. A format that this machine or release does not have is a line with its error.
+
+SmolLM2 is published here as 4-bit weights (GGUF Q4_1), which 4-bit codecs store again with less loss than
+they would cause in weights that were never packed. So look at the order of the formats, and at the error on
+normal weights.
+
+`--live` prints `LIVE {json}` after each step and `RESULT {json}` at the end of a format; `--format F` runs
+one in this process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+FORMATS = (
+    "none", "int8", "int8-dq", "nf4", "nf4-dq", "nf4-k", "nf4-l", "fp8", "mxfp8", "fp8_row", "fp8_block",
+    "nvfp4", "nvfp4-w", "nvfp4-k", "nvfp4-l", "nvfp4-o", "nvfp4-b",
+)  # fmt: skip
+RANK = 16
+EXTRAS: dict[str, dict[str, Any]] = {
+    "dq": {"double_quant": True},
+    "k": {"keep_precise": 0.05},
+    "l": {"error_rank": RANK, "error_iters": 2},
+    "w": {},
+    "o": {"outliers": 0.01},
+    "b": {"nvfp4_backward": True},
+}
+PACKED_BY_WRAP = ("outliers", "nvfp4_backward")
+
+
+def load(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model on the CPU, and its tokenizer."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype = getattr(torch, args.dtype)
+    if args.model is None:
+        from ts_hf import load_gguf, smollm2_path
+
+        return load_gguf(smollm2_path(), dtype)
+    model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype)
+    return model, AutoTokenizer.from_pretrained(args.model)
+
+
+def rows_of(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
+    """Token ids of training rows and of held-out windows, `[rows, seq]`."""
+    import ts_hf
+
+    data = ts_hf.text_dataset(ts_hf.stdlib_text(args.text_bytes), tokenizer, args.seq, held_out=0.2, seed=0)
+    return data.train.input_ids, data.held_out.input_ids[: args.windows]
+
+
+def perplexity(model: Any, windows: Any, device: str) -> float:
+    """The exponential of the mean loss a token."""
+    import torch
+
+    model.eval()
+    total = 0.0
+    with torch.no_grad():
+        for row in windows:
+            ids = row[None].to(device)
+            total += float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+    model.train()
+    return math.exp(total / len(windows))
+
+
+def weight_error(before: dict[str, Any], model: Any) -> tuple[float, float, float, int]:
+    """Relative error of packed matrices, of normal ones stored alike, bytes a weight, and their number."""
+    import torch
+
+    from ts_quant import QuantizedTensor, quantize
+
+    wrong = whole = normal_wrong = normal_whole = 0.0
+    size = count = tensors = 0
+    generator = torch.Generator().manual_seed(0)
+    seen = set()
+    for name, parameter in model.named_parameters():
+        if not isinstance(parameter, QuantizedTensor):
+            continue
+        given = before[name].float()
+        wrong += float((given - parameter.dequantize().float()).square().sum())
+        whole += float(given.square().sum())
+        size += parameter.packed_bytes
+        count += given.numel()
+        tensors += 1
+        if (kind := (tuple(given.shape), parameter.codec)) not in seen:
+            seen.add(kind)
+            drawn = torch.randn(given.shape, generator=generator)
+            again = quantize(drawn, parameter.codec)
+            normal_wrong += float((drawn - again.dequantize().float()).square().sum())
+            normal_whole += float(drawn.square().sum())
+    if not count:
+        return 0.0, 0.0, 0.0, 0
+    return math.sqrt(wrong / whole), math.sqrt(normal_wrong / normal_whole), size / count, tensors
+
+
+def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
+    """Everything about one format."""
+    import peft
+    import torch
+
+    import trainstream
+
+    codec, *words = name.split("-")
+    extras: dict[str, Any] = {key: value for word in words for key, value in EXTRAS[word].items()}
+    packing = {key: value for key, value in extras.items() if key not in PACKED_BY_WRAP}
+    options = {key: value for key, value in extras.items() if key in PACKED_BY_WRAP}
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    torch.manual_seed(0)
+    model, tokenizer = load(args)
+    train, windows = rows_of(args, tokenizer)
+    model.requires_grad_(False)
+    before = {key: value.detach().clone() for key, value in model.named_parameters()}
+    report = trainstream.quantize_model(model, codec, **packing) if codec != "none" else {}
+    error, normal, size, tensors = weight_error(before, model)
+    del before
+    settings = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
+    adapted = peft.get_peft_model(model, settings).to(device)
+    adapted.config.use_cache = False
+    trained = [p for p in adapted.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=args.lr)
+    adapted, optimizer = trainstream.wrap(adapted, optimizer, quantize="none", **options)
+    first = perplexity(adapted, windows, device)
+    generator, times = torch.Generator().manual_seed(0), []
+    for step in range(args.train_steps):
+        ids = train[torch.randint(len(train), (args.batch,), generator=generator)].to(device)
+        begin = time.perf_counter()
+        loss = adapted(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = float(loss)
+        times.append(time.perf_counter() - begin)
+        if args.live:
+            print("LIVE " + json.dumps({"format": name, "step": step, "loss": round(value, 5)}), flush=True)
+    return {
+        "bench": "quality",
+        "format": name,
+        "model": args.model or "SmolLM2-135M-Instruct",
+        "perplexity": round(first, 4),
+        "tuned_perplexity": round(perplexity(adapted, windows, device), 4) if args.train_steps else None,
+        "weight_error": round(error, 5),
+        "normal_weight_error": round(normal, 5),
+        "bytes_per_weight": round(size, 4),
+        "packed": tensors,
+        "kept_precise": report.get("kept_precise", 0),
+        "step_s": round(statistics.median(times), 4) if times else None,
+        "windows": len(windows),
+        "seq": args.seq,
+        "train_steps": args.train_steps,
+        "dtype": args.dtype,
+        "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
+        "torch": torch.__version__,
+    }
+
+
+def one(words: list[str], name: str, live: bool, timeout: float) -> dict[str, Any]:
+    """Run one format in a fresh process."""
+    command = [sys.executable, str(Path(__file__).resolve()), *words, "--format", name]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout, check=False)
+    except subprocess.TimeoutExpired:
+        return {"bench": "quality", "format": name, "error": f"no result within {timeout} s"}
+    found: dict[str, Any] | None = None
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            found = json.loads(line.removeprefix("RESULT "))
+        if live and line.startswith(("LIVE ", "RESULT ")):
+            print(line, flush=True)
+    if found is not None:
+        return found
+    said = [line for line in done.stderr.splitlines() if "Error" in line] or ["no output"]
+    return {"bench": "quality", "format": name, "error": said[-1].strip()[:300]}
+
+
+def compared(lines: list[dict[str, Any]]) -> dict[str, Any]:
+    """Perplexities over those of `none`, as shares above it."""
+    good = {line["format"]: line for line in lines if "error" not in line}
+    base = good.get("none")
+    table = {}
+    for name, line in good.items():
+        row = {key: line[key] for key in ("weight_error", "normal_weight_error", "bytes_per_weight")}
+        for key in ("perplexity", "tuned_perplexity"):
+            if base is not None and line[key] is not None and base[key] is not None:
+                row[f"{key}_above"] = round(line[key] / base[key] - 1, 5)
+        table[name] = row
+    errors = {line["format"]: line["error"] for line in lines if "error" in line}
+    return {"bench": "quality", "what": "compared", "formats": table, "errors": errors}
+
+
+def main() -> int:
+    """Run every format."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", help="folder of a model (default: SmolLM2-135M-Instruct)")
+    parser.add_argument("--formats", nargs="+", default=list(FORMATS), help="default: all")
+    parser.add_argument("--windows", type=int, default=24, help="held-out windows (default %(default)s)")
+    parser.add_argument("--seq", type=int, default=512, help="tokens of a window (default %(default)s)")
+    parser.add_argument("--train-steps", type=int, default=30, help="0: no fine-tune (default %(default)s)")
+    parser.add_argument("--batch", type=int, default=2, help="rows of a step (default %(default)s)")
+    parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--text-bytes", type=int, default=1_500_000, help="of source (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=1800, help="seconds for one format")
+    parser.add_argument("--out", type=Path, help="append the lines to this file too")
+    parser.add_argument("--live", action="store_true", help="print every step")
+    parser.add_argument("--format", help="run this one in this process")
+    parser.add_argument("--smoke", action="store_true", help="tiny sizes: does the script work")
+    args = parser.parse_args()
+    if args.smoke:
+        args.formats, args.windows, args.seq, args.train_steps, args.batch = ["none", "nf4"], 1, 32, 1, 1
+        args.text_bytes = 200_000
+    if args.format:
+        print("\nRESULT " + json.dumps(measure(args, args.format)), flush=True)
+        return 0
+    unknown = [name for name in args.formats if set(name.split("-")[1:]) - set(EXTRAS)]
+    if unknown:
+        parser.error(f"unknown formats {', '.join(unknown)}; known: {', '.join(FORMATS)}")
+    words = [word for word in sys.argv[1:] if word != "--out"]
+    if args.out:
+        words.remove(str(args.out))
+    lines = []
+    for name in args.formats:
+        lines.append(one(words, name, args.live, args.timeout))
+        emit(args.out, lines[-1])
+    emit(args.out, compared(lines))
+    return int(all("error" in line for line in lines))
+
+
+def emit(out: Path | None, line: dict[str, Any]) -> None:
+    """Print a line and append it to the file."""
+    text = json.dumps(line)
+    print(text, flush=True)
+    if out:
+        with out.open("a") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -144,8 +144,9 @@ def undisturbed(kind, device):
 
 
 @pytest.mark.parametrize("device", devices())
-@pytest.mark.parametrize("where", WHERE)
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize(
+    ("kind", "where"), [("full", where) for where in WHERE] + [("lora", where) for where in WHERE[2:5]]
+)
 def test_a_micro_batch_runs_again_and_nothing_differs(kind, where, device):
     expected = undisturbed(kind, device)
     # In the second micro-batch of step 3 and, with everything recomputed by then, once more in step 4.
@@ -173,14 +174,15 @@ def test_a_micro_batch_runs_again_and_nothing_differs(kind, where, device):
 # -- what has to be the same again -----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("optimizer", [OffloadAdamW, torch.optim.SGD])
+@pytest.mark.parametrize(
+    ("optimizer", "dtype"), [(OffloadAdamW, torch.bfloat16), (torch.optim.SGD, torch.float32)]
+)
 def test_gradients_that_came_before_the_fault_count_once(optimizer, dtype):
-    """Resident weights, and the fault at the end of the second, then of the first micro-batch."""
+    """Resident weights, and the fault at the end of the second micro-batch."""
     expected = run("full", "early backward", {}, optimizer=optimizer, dtype=dtype)
     assert expected[5]._trainstream_session.pager is None
-    got = run("full", "early backward", {1: 1, 2: 1, 3: 0}, optimizer=optimizer, dtype=dtype)
-    assert got[4].raised == 3
+    got = run("full", "early backward", {1: 1, 2: 1}, optimizer=optimizer, dtype=dtype)
+    assert got[4].raised == 2
     assert_same(got, expected)
     session = got[5]._trainstream_session
     assert session.plan.policy == ("recompute",) * 4  # a pager was made for that

@@ -345,6 +345,13 @@ def test_the_option_is_a_boolean(given):
         quantize(torch.ones(64), "nf4", double_quant=given)
 
 
+@pytest.mark.parametrize("codec", [name for name in registry.codecs() if name not in CODECS])
+def test_other_codecs_have_no_such_option(codec):
+    """bitsandbytes' fp4 has quantized scales where it was published with them; it is not made here."""
+    with pytest.raises(OptionError, match=r"double_quant|decodes"):
+        quantize(torch.ones(64, 256), codec, double_quant=True)
+
+
 @pytest.mark.parametrize(
     "call",
     [

@@ -34,6 +34,7 @@ from trainstream.integrations._batches import RowPacking, packing_option, recomp
 from trainstream.integrations._metrics import LogMetrics
 from trainstream.integrations._plan_file import SavedPlan, read_plan, write_plan
 from ts_core.errors import ArgumentTypeError, OptionError
+from ts_core.headroom import RamGuard
 from ts_core.options import boolean, integer
 from ts_hf import (
     backbone,
@@ -67,6 +68,10 @@ _FROM_ARGUMENTS = {
 }
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
 _CHUNK_SIZE = 1024
+_EVALUATE_IN_PIECES = (
+    "Predictions of the whole evaluation set add up in RAM: set eval_accumulation_steps, "
+    "preprocess_logits_for_metrics or batch_eval_metrics, use fewer rows, or evaluate without compute_metrics"
+)
 _CHECKPOINT = re.compile(r"^checkpoint-(\d+)$")
 
 
@@ -165,6 +170,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         self._need_logits = False
         self._saved_plan: SavedPlan | None = None
         self._ts_metrics: LogMetrics | None = None
+        self._ram_guard = RamGuard("evaluate", _EVALUATE_IN_PIECES)
         super().__init__(*args, **kwargs)
         self._check_optim()
         if self.args.n_gpu > 1:
@@ -351,6 +357,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
     ) -> Any:
         """Evaluate with the chunked loss, or with whole logits if metrics or predictions need them."""
         self._need_logits = not prediction_loss_only
+        self._ram_guard.check()
         try:
             return super().prediction_step(
                 model, inputs, prediction_loss_only, ignore_keys=ignore_keys, **kwargs

@@ -244,3 +244,21 @@ def test_the_cuda_path_keeps_its_order(monkeypatch):
     ticket.wait_stream("mine")
     ticket.wait()
     assert calls == ["wait current", "wait mine", "synchronize"]
+
+
+def test_a_plain_tensor_is_no_packed_weight_and_a_packed_one_is():
+    class Packed(torch.Tensor):
+        packed: dict
+
+        def dequantize(self, dtype=None, *, out=None):
+            return self
+
+        def __tensor_flatten__(self):
+            return ["codes"], None
+
+    made = torch.zeros(2).as_subclass(Packed)
+    assert not isinstance(made, registry.PackedWeight)
+    made.packed = {"codes": torch.zeros(2)}
+    assert isinstance(made, registry.PackedWeight)
+    for other in (torch.zeros(2), torch.nn.Parameter(torch.zeros(2)), None):
+        assert not isinstance(other, registry.PackedWeight)

@@ -18,6 +18,7 @@ __all__ = [
     "CopyEngine",
     "CopyTicket",
     "HostAllocator",
+    "PackedWeight",
     "TorchCopyEngine",
     "TorchHostAllocator",
     "codec",
@@ -60,6 +61,28 @@ class Codec(Protocol):
 
     def packed_bytes(self, shape: Any, meta: Any) -> int:
         """Return the bytes that a tensor of a shape (or of a number of values) takes when encoded."""
+
+
+@runtime_checkable
+class PackedWeight(Protocol):
+    """A frozen weight that is a `torch.Tensor` subclass over packed tensors.
+
+    Shape, dtype and device are those of the matrix it stands for, `torch.nn.functional.linear` takes it, and
+    `__tensor_unflatten__` of its class puts it together again from what `__tensor_flatten__` names, as
+    torch.compile asks of every such subclass.
+    """
+
+    @property
+    def packed(self) -> dict[str, torch.Tensor]:
+        """The packed tensors by name; the tensors themselves, not copies."""
+
+    def dequantize(
+        self, dtype: torch.dtype | None = None, *, out: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Decode to a plain tensor of `dtype` (None: the one presented), into `out` if given."""
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        """Return the names of the attributes that hold the packed tensors, and what else it is made of."""
 
 
 @runtime_checkable

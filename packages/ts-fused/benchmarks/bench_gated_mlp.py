@@ -2,7 +2,8 @@
 
 One JSON line per shape, contender and phase: the best and the median time of a call in microseconds and the
 bytes it has to move over the median (forward: two read, one written; backward: three read, two written);
-"copy" moves as many bytes by `Tensor.copy_`. `python bench_gated_mlp.py [--device cuda] [--quick] [--threads N]`
+"copy" moves as many bytes by `Tensor.copy_`.
+`python bench_gated_mlp.py [--device cuda] [--quick] [--threads N]`
 """
 
 from __future__ import annotations

@@ -19,12 +19,15 @@ except ImportError as error:
 from .cross_entropy import causal_lm_loss, chunked_cross_entropy
 from .gated_mlp import gated_mlp
 from .logprobs import sequence_logprobs
+from .lora import LoraAdapter, LoraProjection, lora_linear, lora_linears
 from .preference import PreferenceLoss, dpo_loss, kto_loss, orpo_loss, simpo_loss
 from .rms_norm import add_rms_norm, rms_norm
 from .rotary import rotary
 
 __version__ = version("ts-fused")
 __all__ = [
+    "LoraAdapter",
+    "LoraProjection",
     "PreferenceLoss",
     "add_rms_norm",
     "causal_lm_loss",
@@ -32,6 +35,8 @@ __all__ = [
     "dpo_loss",
     "gated_mlp",
     "kto_loss",
+    "lora_linear",
+    "lora_linears",
     "orpo_loss",
     "rms_norm",
     "rotary",

@@ -5,10 +5,20 @@ Every function works in the dtype of its arguments, so float64 arguments give th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
-__all__ = ["add_rms_norm", "causal_lm_loss", "chunked_cross_entropy", "gated_mlp", "rms_norm", "rotary"]
+__all__ = [
+    "add_rms_norm",
+    "causal_lm_loss",
+    "chunked_cross_entropy",
+    "gated_mlp",
+    "lora_linear",
+    "rms_norm",
+    "rotary",
+]
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.0) -> Tensor:
@@ -78,6 +88,35 @@ def gated_mlp(gate: Tensor, up: Tensor | None = None, activation: str = "silu") 
     if activation == "silu":
         return torch.nn.functional.silu(gate) * up
     return torch.nn.functional.gelu(gate, approximate="tanh") * up
+
+
+def lora_linear(
+    x: Tensor,
+    weight: Tensor,
+    adapters: Sequence[tuple[Tensor, Tensor, float]],
+    bias: Tensor | None = None,
+) -> Tensor:
+    """Compute `x W^T + b` and add `s (x A^T) B^T` for every adapter.
+
+    Args:
+        x: `(..., in_features)`.
+        weight: `(out_features, in_features)`.
+        adapters: `(A, B, s)` of each.
+        bias: `(out_features,)` or `None`.
+
+    Returns:
+        `(..., out_features)`.
+
+    Example:
+        >>> one = torch.ones(1, 1)
+        >>> lora_linear(one, one, [(one, one, 2.0)])
+        tensor([[3.]])
+    """
+    linear = torch.nn.functional.linear
+    y = linear(x, weight, bias)
+    for a, b, scaling in adapters:
+        y = y + linear(linear(x, a), b) * scaling
+    return y
 
 
 def rotary(

@@ -342,6 +342,66 @@ def pack_32(weight, name):
     return {name: codes.view(torch.float8_e4m3fn), f"{stem}weight_scale_inv": scales}, value
 
 
+EXPERTS = ["gptq", "awq", "modelopt nvfp4", "modelopt fp8", "fp8 blocks", "bitsandbytes int8"]
+
+
+def write_experts(folder, case):
+    """A mixture whose experts are stored one by one, as they are published."""
+    quantization, pack, _ = CASES[case]
+    with seeded(0):
+        config = tiny_config(
+            "qwen3_moe", **{**SIZES, "moe_intermediate_size": 32, "tie_word_embeddings": False}
+        )
+        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.save_pretrained(folder)
+    state = load_file(folder / "model.safetensors")
+    names = [n for n in state if ".layers." in n and state[n].dim() == 2 and not n.endswith("gate.weight")]
+    plain = dict(state)
+    with seeded(1):
+        for name in names:
+            pieces, value = pack(state.pop(name), name)
+            state |= pieces
+            plain[name] = value.contiguous()
+    save_file(plain, folder / "model.safetensors", {"format": "pt"})
+    expected = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    save_file({k: t.contiguous() for k, t in state.items()}, folder / "model.safetensors", {"format": "pt"})
+    described = json.loads((folder / "config.json").read_text()) | {"quantization_config": quantization}
+    (folder / "config.json").write_text(json.dumps(described))
+    return expected
+
+
+@pytest.mark.parametrize("case", EXPERTS)
+def test_experts_are_stacked_as_they_are_stored(case, tmp_path, ids):
+    expected = write_experts(tmp_path / "model", case)
+    model = load_model(tmp_path / "model", dtype="fp32")
+    kept = packed_of(model)
+    experts = {name: tensor for name, tensor in kept.items() if ".experts." in name}
+    assert len(experts) == 4
+    assert model.trainstream_receipt["decoded"] == {}
+    for name, tensor in kept.items():
+        assert torch.equal(tensor.dequantize(), expected.get_parameter(name))
+    for tensor in experts.values():
+        assert tensor.codec == "stacked"
+        one = tensor[2]
+        assert isinstance(one, QuantizedTensor)
+        assert torch.equal(one.dequantize(), tensor.dequantize()[2])
+    with torch.no_grad():
+        assert torch.equal(model(ids).logits, expected(ids).logits)
+
+
+def test_experts_that_are_not_stored_alike_are_decoded(tmp_path):
+    write_experts(tmp_path / "model", "gptq")
+    place = tmp_path / "model" / "model.safetensors"
+    stored = load_file(place)
+    name = next(name for name in stored if "experts.1.down_proj.g_idx" in name)
+    stored[name] = stored[name].flip(0)
+    save_file(stored, place, {"format": "pt"})
+    model = load_model(tmp_path / "model", dtype="fp32")
+    receipt = model.trainstream_receipt
+    assert receipt["formats"]["stacked"] in (3, 4)
+    assert set(receipt["decoded"].values()) <= {"part of a larger parameter"}
+
+
 def test_what_was_exported_in_16_bits_stays(tmp_path, ids):
     def some(weight, name):
         if "layers.0" in name or "down_proj" in name:

@@ -12,6 +12,7 @@ from ts_quant import Meta, QuantizedTensor, quantize
 from ts_quant.codecs.fp_published import FP8_EXPORT_CODEC, MXFP4_CODEC, NVFP4_EXPORT_CODEC
 from ts_quant.codecs.gguf import GGUF_CODECS
 from ts_quant.codecs.groups import AWQ_CODEC, GPTQ_CODEC
+from ts_quant.codecs.stacked import STACKED_CODEC
 from ts_quant.references import fp_published, gguf, groups
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -256,7 +257,24 @@ def test_fp8_exports(device, isa, rows, columns, tile, scales, seed):
     decodes({"codes": codes, "scales": scale}, FP8_EXPORT_CODEC, (rows, columns), meta, expected, device)
 
 
-CODECS = (*GGUF_CODECS.values(), GPTQ_CODEC, AWQ_CODEC, MXFP4_CODEC, NVFP4_EXPORT_CODEC, FP8_EXPORT_CODEC)
+@pytest.mark.parametrize("device", devices())
+@given(count=st.integers(0, 5), rows=st.integers(1, 40), columns=st.integers(1, 60), seed=st.integers(0, 99))
+def test_stacked_pieces(device, count, rows, columns, seed):
+    generator = torch.Generator().manual_seed(seed)
+    codes = raw_bytes(2 * count, rows, columns, generator=generator)
+    scales = torch.rand(2 * count, 1, 1, generator=generator)
+    values = [fp_published.fp8(c, s, rows, columns) for c, s in zip(codes, scales, strict=True)]
+    shape = (count, 2 * rows, columns)
+    expected = torch.stack(values).view(shape) if count else torch.empty(shape)
+    meta = STACKED_CODEC.describe("fp8_export", FP8_EXPORT_CODEC.describe(), rows)
+    decodes({"codes": codes, "scales": scales}, STACKED_CODEC, shape, meta, expected, device)
+    if count:
+        packed = {"codes": codes.to(device), "scales": scales.to(device)}
+        tensor = QuantizedTensor.from_packed(packed, "stacked", shape, torch.float32, meta)
+        assert isinstance(tensor[-1], QuantizedTensor)
+        same(tensor[-1].dequantize(), expected[-1])
+        assert isinstance(tensor[1:], QuantizedTensor)
+        same(tensor[1:].dequantize(), expected[1:])
 
 
 def descriptions():
@@ -267,6 +285,7 @@ def descriptions():
         "mxfp4": (MXFP4_CODEC.describe(transposed=True), (2, 64, 48)),
         "nvfp4_export": (NVFP4_EXPORT_CODEC.describe(divided=True), (8, 64)),
         "fp8_export": (FP8_EXPORT_CODEC.describe(128, 128), (200, 130)),
+        "stacked": (STACKED_CODEC.describe("fp8_export", FP8_EXPORT_CODEC.describe(16, 24), 16), (2, 32, 48)),
     }
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,12 +11,13 @@ import torch
 
 from ts_core.errors import CheckpointError
 from ts_quant import QuantizedTensor
+from ts_quant.codecs import STACKED_CODEC
 
 from .checkpoint import Checkpoint
 from .prequantized import Scheme
 from .safetensors_reader import TensorInfo
 
-__all__ = ["PackedCheckpoint"]
+__all__ = ["PackedCheckpoint", "stack_packed"]
 
 
 class PackedCheckpoint(Checkpoint):
@@ -114,3 +115,25 @@ class PackedCheckpoint(Checkpoint):
             return self._scheme.make(name, tensors, self._dtype)
         except CheckpointError as error:
             raise CheckpointError(f"{self.file_of(name)}: {error}") from error
+
+
+def stack_packed(tensors: Sequence[QuantizedTensor], shape: Sequence[int]) -> QuantizedTensor | None:
+    """Put packed matrices together as one tensor, without decoding any.
+
+    Args:
+        tensors: The matrices, in order; their packed tensors are copied.
+        shape: Shape of the whole, whose rows are theirs, one after the other.
+
+    Returns:
+        The tensor, or None if they are not packed alike, or do not make up the shape.
+    """
+    first = tensors[0]
+    alike = (first.codec, first.meta, first.shape, first.dtype)
+    rows = len(tensors) * first.shape[0]
+    if any((t.codec, t.meta, t.shape, t.dtype) != alike for t in tensors) or first.dim() != 2:
+        return None
+    if first.shape[1] != shape[-1] or rows * shape[-1] != torch.Size(shape).numel():
+        return None
+    packed = {name: torch.stack([t.packed[name] for t in tensors]) for name in first.packed}
+    meta = STACKED_CODEC.describe(first.codec, first.meta, first.shape[0])
+    return QuantizedTensor.from_packed(packed, STACKED_CODEC.name, tuple(shape), first.dtype, meta)

@@ -29,13 +29,15 @@ from ts_quant.error_fit import quantize_with_error
 from .build import owner_of
 from .checkpoint import Checkpoint
 from .offload import FileHome
-from .packed_checkpoint import PackedCheckpoint
+from .packed_checkpoint import PackedCheckpoint, stack_packed
 from .safetensors_reader import TensorInfo
 
 __all__ = ["OUTSIDE", "Packing", "Plan", "Target", "UnknownTablesError", "make_plan", "packable", "stream"]
 
 # The reason why the codec leaves a parameter alone that is in no block.
 OUTSIDE = "outside the blocks"
+# The conversions that put rows one below the other: experts, and of each expert two matrices.
+_STACKS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
 
 class UnknownTablesError(Exception):
@@ -355,12 +357,32 @@ class _Stream:
         self.packing.decoded[target.name] = reason
         self.put(target.name, packed.dequantize(dtype), target.sources)
 
+    def stacked(self, target: Target) -> QuantizedTensor | None:
+        """Stack what the checkpoint holds packed, expert by expert; None if that is not all to be done."""
+        checkpoint, patterns = self.checkpoint, list(target.converter.source_patterns)
+        if not isinstance(checkpoint, PackedCheckpoint) or target.name not in self.packing.names:
+            return None
+        done = [
+            (type(step).__name__, step.dim) for step in target.converter.operations if hasattr(step, "dim")
+        ]
+        if done not in _STACKS or len(done) != len(target.converter.operations):
+            return None
+        by_pattern = [[key for pattern, key in target.sources if pattern == wanted] for wanted in patterns]
+        keys = [key for expert in zip(*by_pattern, strict=False) for key in expert]
+        if len(keys) != len(target.sources) or not all(map(checkpoint.is_packed, keys)):
+            return None
+        module, last = owner_of(self.model, target.name)
+        return stack_packed([checkpoint.read_packed(key) for key in keys], tuple(getattr(module, last).shape))
+
     def fill(self, target: Target) -> None:
         module, last = owner_of(self.model, target.name)
         dtype = self.wanted_dtype(target.name, getattr(module, last))
         if target.converter is None:
             self.fill_alike(target, target.sources[0][1], dtype, last in module._parameters)
             return
+        stacked = self.stacked(target)
+        if stacked is not None:
+            return self.put(target.name, stacked, target.sources)
         for pattern, key in target.sources:
             target.converter.add_tensor(target.name, key, pattern, partial(self.read, key, dtype))
         try:

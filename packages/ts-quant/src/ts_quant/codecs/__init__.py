@@ -21,6 +21,7 @@ from .int8 import INT8_CODEC
 from .meta import Meta
 from .nf4 import NF4_CODEC
 from .nvfp4 import NVFP4_CODEC
+from .stacked import STACKED_CODEC
 
 __all__ = [
     "AWQ_CODEC",
@@ -37,6 +38,7 @@ __all__ = [
     "NF4_CODEC",
     "NVFP4_CODEC",
     "NVFP4_EXPORT_CODEC",
+    "STACKED_CODEC",
     "BlockCodec",
     "Meta",
     "Packed",
@@ -60,7 +62,7 @@ for _codec in (
     BNB_INT8_CODEC,
 ):
     registry.register_codec(_codec)
-_PUBLISHED = (GPTQ_CODEC, AWQ_CODEC, MXFP4_CODEC, NVFP4_EXPORT_CODEC, FP8_EXPORT_CODEC)
+_PUBLISHED = (GPTQ_CODEC, AWQ_CODEC, MXFP4_CODEC, NVFP4_EXPORT_CODEC, FP8_EXPORT_CODEC, STACKED_CODEC)
 for _published in (*GGUF_CODECS.values(), *_PUBLISHED):
     registry.register_codec(_published)
 register_rates("decode_weights_per_s", "ts_quant.rates:decode_rates")

@@ -1,9 +1,9 @@
 """Decoding (and encoding) beside bitsandbytes, the PyTorch expression and a copy of the decoded bytes.
 
-    python bench_decode.py [--device cuda] [--rows 13824 --columns 5120] [--dtype bfloat16] [--out FILE]
+    python bench_decode.py [--device cuda] [--shapes 13824x5120 1024x1024] [--dtype bfloat16] [--out FILE]
 
-JSON lines: one with the machine and the versions, then one per codec and contender with the median and the
-best time in milliseconds. Contenders take turns, so a busy machine slows all of them. `gb_per_s` counts bytes
+JSON lines: one with the machine and the versions, then one per shape, codec and contender with the median
+and the best time in milliseconds. Contenders take turns, so a busy machine slows all of them. `gb_per_s` counts bytes
 read and written, `copy_frac` relates it to the copy's. "out" contenders write into a buffer that exists; the
 others allocate their result, as bitsandbytes' function does, which on a CPU costs page faults.
 """
@@ -28,18 +28,49 @@ from ts_core import registry
 from ts_quant import _C, QuantizedTensor, dequantize, quantize, reference
 
 BLOCK_SIZE = 64
+EXPRESSIONS = ("int8", "nf4", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
+SHAPES = ("13824x5120", "1024x1024")
 
 
 def expression(
     codec: str, packed: dict[str, torch.Tensor], shape: torch.Size, dtype: torch.dtype
 ) -> Callable:
     """What one would write in PyTorch without kernels."""
-    absmax, codes = packed["absmax"].unsqueeze(1), packed["codes"]
+    codes, scale = packed["codes"], packed.get("scale")
+    if scale is not None:
+        return small_float_expression(codec, codes, scale, packed.get("tensor_scale"), shape, dtype)
+    absmax = packed["absmax"].unsqueeze(1)
     if codec == "int8":
         return lambda: (codes.view(-1, BLOCK_SIZE) * (absmax / 127)).to(dtype).view(shape)
     levels = torch.tensor(reference.NF4_LEVELS, device=codes.device)
     pairs = torch.stack((levels.repeat_interleave(16), levels.repeat(16)), dim=1)  # by byte
     return lambda: (pairs[codes.int()].view(-1, BLOCK_SIZE) * absmax).to(dtype).view(shape)
+
+
+def small_float_expression(
+    codec: str,
+    codes: torch.Tensor,
+    scale: torch.Tensor,
+    whole: torch.Tensor | None,
+    shape: torch.Size,
+    dtype: torch.dtype,
+) -> Callable:
+    """The same for fp8 and nvfp4; for tiles of 128 x 128 the shape must be whole ones."""
+    rows, columns = shape
+    if codec == "nvfp4":
+        values = torch.tensor((0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0), device=codes.device)
+        values = torch.cat((values, -values))
+        pairs = torch.stack((values.repeat(16), values.repeat_interleave(16)), dim=1)  # by byte
+        factor = scale.view(torch.float8_e4m3fn)
+        return lambda: (
+            (pairs[codes.int()].view(-1, 16) * (factor.float() * whole).unsqueeze(1)).to(dtype).view(shape)
+        )
+    values, wide = codes.view(torch.float8_e4m3fn), {"mxfp8": 32, "fp8_block": 128}.get(codec, columns)
+    high = 128 if codec == "fp8_block" else 1
+    factor = scale.view(torch.float8_e8m0fnu) if codec == "mxfp8" else scale
+    factor = factor.view(rows // high, 1, columns // wide, 1)
+    tiles = values.view(rows // high, high, columns // wide, wide)
+    return lambda: (tiles.float() * factor.float()).to(dtype).view(shape)
 
 
 def bitsandbytes(x: torch.Tensor, codec: str) -> dict[str, Callable]:
@@ -98,7 +129,7 @@ def contenders(x: torch.Tensor, codec: str) -> tuple[dict[str, Callable], int]:
     }
     if encodes:
         calls["ts_quant encode"] = lambda: quantize(x, name, **how)
-    if codec in ("nf4", "int8"):
+    if codec in EXPRESSIONS:
         calls["expression"] = expression(codec, qt.packed, x.shape, x.dtype)
     return calls | bitsandbytes(x, codec), qt.packed_bytes
 
@@ -140,44 +171,25 @@ def machine(device: str) -> dict[str, object]:
     return found
 
 
-def main() -> None:
-    """Run the benchmark."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--rows", type=int, default=13824)
-    parser.add_argument("--columns", type=int, default=5120)
-    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
-    parser.add_argument("--codecs", nargs="+", default=every_codec(), help="NAME, or NAME-dq")
-    parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--slow-rounds", type=int, default=3, help="for the expression and for encoding")
-    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
-    parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
-    parser.add_argument("--smoke", action="store_true", help="tiny, once: proves that the script runs")
-    options = parser.parse_args()
-    if options.smoke:
-        options.rows, options.columns, options.rounds, options.slow_rounds = 64, 256, 1, 1
-    if options.threads:
-        torch.set_num_threads(options.threads)
-    print(json.dumps({"machine": machine(options.device)}), file=options.out)
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(options.rows, options.columns, generator=generator)
-    x = x.to(options.device, getattr(torch, options.dtype))
-    for codec in options.codecs:
-        calls, packed_bytes = contenders(x, codec)
-        times: dict[str, list[float]] = {name: [] for name in calls}
-        for turn in range(options.rounds + 1):
-            for name, call in calls.items():
-                slow = options.device == "cpu" and ("encode" in name or name == "expression")
-                if slow and turn > options.slow_rounds:
-                    continue
-                took = time_ms(call, options.device)
-                if turn:  # the first turn warms up
-                    times[name].append(took)
-        copy_rate = 2 * x.nbytes / statistics.median(times["copy out"])
-        for name, taken in times.items():
-            median = statistics.median(taken)
-            moved = 2 * x.nbytes if name == "copy out" else x.nbytes + packed_bytes
-            row = {
+def measure(x: torch.Tensor, codec: str, options: argparse.Namespace) -> list[dict[str, object]]:
+    """Time every contender of a codec, in turns."""
+    calls, packed_bytes = contenders(x, codec)
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(options.rounds + 1):
+        for name, call in calls.items():
+            slow = options.device == "cpu" and ("encode" in name or name == "expression")
+            if slow and turn > options.slow_rounds:
+                continue
+            took = time_ms(call, options.device)
+            if turn:  # the first turn warms up
+                times[name].append(took)
+    copy_rate = 2 * x.nbytes / statistics.median(times["copy out"])
+    rows: list[dict[str, object]] = []
+    for name, taken in times.items():
+        median = statistics.median(taken)
+        moved = 2 * x.nbytes if name == "copy out" else x.nbytes + packed_bytes
+        rows.append(
+            {
                 "codec": codec,
                 "contender": name,
                 "shape": list(x.shape),
@@ -188,7 +200,36 @@ def main() -> None:
                 "gb_per_s": round(moved / median / 1e6, 2),
                 "copy_frac": round(moved / median / copy_rate, 3),
             }
-            print(json.dumps(row), file=options.out, flush=True)
+        )
+    return rows
+
+
+def main() -> None:
+    """Run the benchmark."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="rows x columns, such as 4096x4096")
+    parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
+    parser.add_argument("--codecs", nargs="+", default=every_codec(), help="NAME, or NAME-dq")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--slow-rounds", type=int, default=3, help="for the expression and for encoding")
+    parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
+    parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
+    parser.add_argument("--smoke", action="store_true", help="tiny, once: proves that the script runs")
+    options = parser.parse_args()
+    if options.smoke:
+        options.shapes, options.rounds, options.slow_rounds = ["128x256"], 1, 1
+    if options.threads:
+        torch.set_num_threads(options.threads)
+    print(json.dumps({"machine": machine(options.device)}), file=options.out)
+    for shape in options.shapes:
+        rows, columns = map(int, shape.split("x"))
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(rows, columns, generator=generator)
+        x = x.to(options.device, getattr(torch, options.dtype))
+        for codec in options.codecs:
+            for row in measure(x, codec, options):
+                print(json.dumps(row), file=options.out, flush=True)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ class Tracer:
         Args:
             path: `.json` or `.json.gz`.
         """
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else the profiler says on stderr that it begins
         self.path = path_of_rank(path)
         self.done = False
         self._steps = 0

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor, nn
 
 import trainstream
-from trainstream.integrations.huggingface import wrap_hf
 from ts_core.errors import StateError, TrainStreamError
 
 __all__ = ["Check", "Trace", "Verifier"]
@@ -178,6 +177,8 @@ class Verifier:
     # --------------------------------------------------------------------------------- training
 
     def _wrapped(self, options: dict[str, Any], clip: float | None = None) -> tuple[Any, Any]:
+        from trainstream.integrations.huggingface import wrap_hf  # here: it imports much that has much to say
+
         model = copy.deepcopy(self._model).train()
         trained = [p for p in model.parameters() if p.requires_grad]
         adamw = torch.optim.AdamW(trained, lr=1e-3, weight_decay=0.01)

@@ -17,6 +17,7 @@ from trainstream._verify import Check, Verifier
 from trainstream.cli import models
 from trainstream.cli.console import Console
 from trainstream.cli.settings import merge
+from trainstream.integrations._plan_file import packed_count
 from ts_core.errors import CheckpointError, DoesNotFitError, OptionError
 from ts_core.memory import device_budget, format_bytes, host_budget
 
@@ -84,21 +85,18 @@ def _config(request: Request) -> tuple[Any, str, bool]:
     if path.name == "config.json" and path.is_file():
         path = path.parent
         place = str(path)
-    if path.is_file():
-        model = ts_hf.load_model(
-            place, quantize="none", random_weights=True, dtype="bfloat16", num_hidden_layers=1
-        )
-        config = model.config
-        config.num_hidden_layers = AutoConfig.from_pretrained(str(path)).num_hidden_layers
-        return config, place, True
     source = ts_hf.checkpoint.resolve(place, trust_remote_code=request.trust_remote_code, weights=False)
+    folder = source.path
+    options: dict[str, Any] = {"trust_remote_code": request.trust_remote_code}
+    if source.kind == "gguf":
+        folder, options["gguf_file"] = folder.parent, folder.name
     try:
-        config = AutoConfig.from_pretrained(str(source.path), trust_remote_code=request.trust_remote_code)
+        config = AutoConfig.from_pretrained(str(folder), **options)
     except (OSError, ValueError, KeyError) as error:
         raise CheckpointError(
             f"{place}: its config cannot be read: {' '.join(str(error).split())}"
         ) from error
-    return config, place, path.is_dir() and any(path.glob("*.safetensors"))
+    return config, place, source.kind == "gguf" or (path.is_dir() and any(path.glob("*.safetensors")))
 
 
 def _kinds(text: Any) -> int:
@@ -218,6 +216,8 @@ def _subject(request: Request, device: torch.device, dtype: torch.dtype) -> _Sub
             model = ts_hf.load_model(config, random_weights=True, **load)
         else:
             model = ts_hf.load_model(place, **load, **changes)
+        if packed_count(model) and request.method == "auto":
+            method = "lora"  # what is stored packed is frozen
         if method == "lora":
             model = models.add_adapters(model, merge({"lora_r": 4}), request.model)
             _start_adapters(model)

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import ts_quant
+from ts_core import memory
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, MissingDependencyError, OptionError
 from ts_core.testing import assert_bit_equal, devices
 from ts_hf import Checkpoint, build, load_model, load_tokenizer, loading, streaming
@@ -387,6 +388,22 @@ def test_auto_packs_only_as_far_as_needed(tmp_path, monkeypatch):
     assert with_ram(sizes["nf4"] + 1, ram_fraction=0.5) == "nf4"
     with pytest.raises(DoesNotFitError, match="nf4"):
         with_ram(sizes["nf4"] - 1)
+
+
+def test_what_ram_cannot_hold_is_refused_before_a_weight_is_read(tmp_path, monkeypatch):
+    folder = save(tiny_model(hidden_size=64, intermediate_size=256, num_hidden_layers=4), tmp_path)
+    size = load_model(folder, quantize=None, dtype="bf16").trainstream_receipt["bytes_after"]
+
+    def with_ram(free, **options):
+        budget = memory.HostBudget(1 << 50, free + (128 << 20), None, "a test")
+        monkeypatch.setattr(memory, "host_budget", lambda *a, **k: budget)
+        return load_model(folder, dtype="bf16", **options)
+
+    with_ram(size, quantize=None)
+    with pytest.raises(DoesNotFitError, match=r"\[load_model\] .* of RAM are needed.*disk_offload=DIR"):
+        with_ram(size - 1, quantize=None)
+    with_ram(size - 1, quantize="nf4")
+    with_ram(0, quantize=None, disk_offload=str(tmp_path))
 
 
 PEAK = """

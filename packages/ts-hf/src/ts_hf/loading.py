@@ -18,6 +18,7 @@ import torch
 from ts_core import registry
 from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, OptionError
+from ts_core.headroom import require_ram
 from ts_core.memory import format_bytes, host_budget
 from ts_core.options import boolean, choice, fraction, integer, not_yet
 from ts_paging.files import FileTensors
@@ -37,6 +38,7 @@ LOGGER = logging.getLogger("trainstream")
 CODECS = ("int8", "nf4")
 _NAMED = ("fp8", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+_WITH_LESS_RAM = "Give disk_offload=DIR or quantize='nf4', free memory, or take a smaller model"
 # What a checkpoint may hold although no model has a place for it any more.
 _KNOWN_LEFTOVERS = (r"rotary_emb\.inv_freq$", r"(^|\.)position_ids$", r"\.attn\.(masked_)?bias$")
 
@@ -119,6 +121,16 @@ def _sizes(model: Any) -> dict[str, tuple[tuple[int, ...], int]]:
     }
 
 
+def _bytes_as(codec: str | None, model: Any, names: frozenset[str], options: _Options) -> int:
+    """Return what the model takes with the matrices of these names packed."""
+    return sum(
+        packed_bytes(shape, codec, options.block_size, options.double_quant)
+        if codec and name in names
+        else size
+        for name, (shape, size) in _sizes(model).items()
+    )
+
+
 def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tuple[Packing, str]:
     """Decide what is stored how and where, before any weight is read; `kept`: as it is in the checkpoint."""
     names, skipped = packable(model)
@@ -127,12 +139,7 @@ def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tup
     limit = ram_limit()
     if files is None and limit is not None and options.device.type == "cpu":
         packed = options.quantize if options.quantize != "auto" else None
-        need = sum(
-            packed_bytes(shape, packed, options.block_size, options.double_quant)
-            if packed and name in names
-            else size
-            for name, (shape, size) in _sizes(model).items()
-        )
+        need = _bytes_as(packed, model, names, options)
         files = open_files(tempfile.gettempdir()) if need > limit else None
     home = None
     if files is not None:
@@ -140,6 +147,8 @@ def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tup
     if kept is not None:
         return Packing(None, options.block_size, names, skipped, home), _kept_reason(options, kept)
     codec, reason = _choose_codec(model, names, options, home is not None)
+    if home is None and options.device.type == "cpu" and all(p.is_meta for p in model.parameters()):
+        require_ram("load_model", _bytes_as(codec, model, names, options), _WITH_LESS_RAM)
     if options.fit[0] and codec is None:
         reason += f"; error_rank={options.fit[0]} ignored: nothing is packed"
     double = options.double_quant

@@ -116,7 +116,8 @@ class ReachCheck:
         Raises:
             StateError: Names the parameters without a gradient and those that did not change.
         """
-        lost = [name for name, _ in self._parameters if name not in self._reached]
+        # What was frozen since is not trained any more: another adapter was chosen.
+        lost = [name for name, p in self._parameters if p.requires_grad and name not in self._reached]
         idle = _idle_experts(lost, self._reached)
         lost = [name for name in lost if name not in idle]
         stuck = [name for name, _ in self._parameters if name in self._due - self._moved]

@@ -394,6 +394,8 @@ def _take_over(optimizer: Optimizer, settings: dict[str, Any]) -> OffloadAdamW:
     for old, new in zip(groups, taken.param_groups, strict=True):
         old.update({key: value for key, value in new.items() if key != "params"})
     taken.param_groups = groups
+    # What a group added later does not name is as in the optimizer that was given.
+    taken.defaults.update({key: optimizer.defaults[key] for key in ("lr", "betas", "eps", "weight_decay")})
     # It also watches the old optimizer's steps, and would warn that there were none.
     watched = weakref.ref(optimizer)
 

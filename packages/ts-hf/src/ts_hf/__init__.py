@@ -10,6 +10,7 @@ from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .adapters import merge_adapters
     from .checkpoint import Checkpoint, resolve
     from .gguf import fetch_smollm2, load_gguf, save_as_safetensors, smollm2_path
     from .loading import load_model, load_tokenizer
@@ -34,6 +35,7 @@ _HOME = {
     "load_gguf": "gguf",
     "load_model": "loading",
     "load_tokenizer": "loading",
+    "merge_adapters": "adapters",
     "pack_sequences": "packing",
     "reference_logprobs": "preference",
     "resolve": "checkpoint",
@@ -58,6 +60,7 @@ __all__ = [
     "load_gguf",
     "load_model",
     "load_tokenizer",
+    "merge_adapters",
     "pack_sequences",
     "reference_logprobs",
     "resolve",

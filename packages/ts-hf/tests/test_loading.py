@@ -20,6 +20,7 @@ from ts_core import memory
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, MissingDependencyError, OptionError
 from ts_core.testing import assert_bit_equal, devices
 from ts_hf import Checkpoint, build, load_model, load_tokenizer, loading, streaming
+from ts_hf.prequantized import take_quantization
 from ts_paging.files import locate
 from ts_quant.error_fit import quantize_with_error
 
@@ -661,9 +662,12 @@ def test_tokenizer_of_a_folder(tokenizer, tmp_path):
 def test_owner_and_stored_quantization():
     layer = nn.Sequential(nn.Linear(2, 2))
     assert build.owner_of(layer, "0.bias") == (layer[0], "bias")
-    assert build.stored_quantization(tiny_config()) is None
     config = tiny_config()
-    config.quantization_config = types.SimpleNamespace(
-        quant_method=types.SimpleNamespace(value="bitsandbytes")
-    )
-    assert build.stored_quantization(config) == "bitsandbytes"
+    assert take_quantization(config, None) is None
+    config.quantization_config = {"quant_method": "awq", "bits": 4}
+    assert take_quantization(config, None) == {"quant_method": "awq", "bits": 4}
+    assert not hasattr(config, "quantization_config")
+    config.quantization_config = transformers.AwqConfig(bits=4)
+    assert take_quantization(config, None)["quant_method"] == "awq"
+    config.text_config = types.SimpleNamespace(quantization_config={"quant_method": "fp8"})
+    assert take_quantization(config, None) == {"quant_method": "fp8"}

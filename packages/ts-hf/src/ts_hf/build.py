@@ -19,7 +19,7 @@ from torch import nn
 
 from ts_core.errors import CheckpointError, MissingDependencyError, OptionError
 
-__all__ = ["build_model", "empty_parameters", "load_config", "owner_of", "stored_quantization"]
+__all__ = ["build_model", "empty_parameters", "load_config", "owner_of"]
 
 # Parameters of at most this many elements keep the values of `__init__` when a random model is made.
 SMALL_NUMEL = 65536
@@ -92,32 +92,6 @@ def owner_of(model: nn.Module, name: str) -> tuple[nn.Module, str]:
     """
     path, _, last = name.rpartition(".")
     return model.get_submodule(path), last
-
-
-def stored_quantization(config: Any) -> str | None:
-    """Name the quantization a checkpoint was stored with.
-
-    Args:
-        config: A transformers config.
-
-    Returns:
-        Its `quant_method`, or None for plain weights.
-
-    Example:
-        >>> import types
-        >>> stored_quantization(types.SimpleNamespace(quantization_config={"quant_method": "gptq"}))
-        'gptq'
-    """
-    for part in (config, getattr(config, "text_config", None)):
-        stored = getattr(part, "quantization_config", None)
-        if stored:
-            method = (
-                stored.get("quant_method")
-                if isinstance(stored, dict)
-                else getattr(stored, "quant_method", None)
-            )
-            return str(getattr(method, "value", method) or "unnamed")
-    return None
 
 
 def _parts(config: Any) -> list[Any]:

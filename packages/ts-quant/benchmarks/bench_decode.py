@@ -3,9 +3,9 @@
     python bench_decode.py [--device cuda] [--shapes 13824x5120 1024x1024] [--dtype bfloat16] [--out FILE]
 
 JSON lines: one with the machine and the versions, then one per shape, codec and contender with the median
-and the best time in milliseconds. Contenders take turns, so a busy machine slows all of them. `gb_per_s` counts bytes
-read and written, `copy_frac` relates it to the copy's. "out" contenders write into a buffer that exists; the
-others allocate their result, as bitsandbytes' function does, which on a CPU costs page faults.
+and the best time in milliseconds. Contenders take turns, so a busy machine slows all of them. `gb_per_s`
+counts bytes read and written, `copy_frac` relates it to the copy's. "out" contenders write into a buffer that
+exists; the others allocate their result, as bitsandbytes' function does, which on a CPU costs page faults.
 """
 
 from __future__ import annotations

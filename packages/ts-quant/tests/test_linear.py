@@ -184,7 +184,7 @@ def fresh_compiler():
     torch._dynamo.reset()
 
 
-@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize("codec", [*CODECS, "mxfp8", "fp8_block", "nvfp4"])
 @pytest.mark.parametrize("kind", ["linear", "conv1d"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_compiles_without_a_graph_break(kind, codec, fresh_compiler):

@@ -1,5 +1,8 @@
 """fp8 and nvfp4: codes, scales and values bit for bit, and what their formats promise."""
 
+import copy
+import pickle
+
 import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
@@ -8,7 +11,15 @@ from hypothesis import strategies as st
 from ts_core import registry
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError
 from ts_core.testing import assert_bit_equal, devices, float_tensors, make_tensor, shapes
-from ts_quant import _C, QuantizedTensor, codecs, dequantize, quantize
+from ts_quant import (
+    _C,
+    QuantizedTensor,
+    codecs,
+    dequantize,
+    from_safetensors_dict,
+    quantize,
+    to_safetensors_dict,
+)
 from ts_quant.codecs import fp8
 from ts_quant.codecs.fp8 import dequantize_fp8, dequantize_fp8_out, fp8_choice, quantize_fp8
 from ts_quant.codecs.nvfp4 import dequantize_nvfp4, dequantize_nvfp4_out, quantize_nvfp4
@@ -328,6 +339,57 @@ def test_rows_and_experts_are_cut_without_decoding(codec):
     assert isinstance(quantize(torch.ones(4, 256, 64), codec)[1], QuantizedTensor)
     assert isinstance(quantize(torch.ones(256, 64), codec)[128:], QuantizedTensor)
     assert isinstance(quantize(torch.ones(256, 64), codec)[3:5], QuantizedTensor) == (codec != "fp8_block")
+
+
+# ---- as a tensor -----------------------------------------------------------------------------------------
+
+
+def bytes_equal(got, want):
+    assert isinstance(got, QuantizedTensor)
+    assert (got.codec, got.shape, got.dtype, got.meta) == (want.codec, want.shape, want.dtype, want.meta)
+    for name, part in want.packed.items():
+        assert_bit_equal(got.packed[name], part)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_kept_through_copies_and_files(codec, tmp_path):
+    made = quantize(make_tensor((130, 50), dtype=torch.bfloat16), codec)
+    bytes_equal(copy.deepcopy(made), made)
+    bytes_equal(pickle.loads(pickle.dumps(made)), made)
+    torch.save({"w": torch.nn.Parameter(made, requires_grad=False)}, tmp_path / "w.pt")
+    bytes_equal(torch.load(tmp_path / "w.pt", weights_only=True)["w"], made)
+    bytes_equal(from_safetensors_dict("w", *to_safetensors_dict("w", made)), made)
+    damaged = list(made.__reduce_ex__(2)[1])
+    damaged[4] = (damaged[4], (("group", 7),))
+    with pytest.raises(ArgumentError, match="meta"):
+        made.__reduce_ex__(2)[0](*damaged)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_loading_something_else_leaves_the_bytes_alone(codec):
+    layer = torch.nn.Sequential(torch.nn.Linear(64, 32), torch.nn.Linear(32, 8)).requires_grad_(False)
+    layer[0].weight = torch.nn.Parameter(quantize(layer[0].weight.detach(), codec), requires_grad=False)
+    before = {name: part.clone() for name, part in layer[0].weight.packed.items()}
+    layer.load_state_dict({"1.weight": torch.zeros(8, 32)}, strict=False)
+    same = copy.deepcopy(layer)
+    same.load_state_dict(layer.state_dict())
+    for each in (layer, same):
+        for name, part in before.items():
+            assert_bit_equal(each[0].weight.packed[name], part)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("codec", CODECS)
+def test_linear_is_that_of_the_decoded_weight(device, codec):
+    made = quantize(make_tensor((48, 64), seed=2).to(device), codec)
+    x = make_tensor((5, 64), seed=3).to(device).requires_grad_()
+    out = torch.nn.functional.linear(x, made)
+    (grad,) = torch.autograd.grad(out.square().sum(), x)
+    plain = made.dequantize()
+    want = torch.nn.functional.linear(x, plain)
+    (want_grad,) = torch.autograd.grad(want.square().sum(), x)
+    assert_bit_equal(out.detach(), want.detach())
+    assert_bit_equal(grad, want_grad)
 
 
 # ---- the name "fp8" ------------------------------------------------------------------------------------

@@ -62,19 +62,22 @@ def quantize(
     double_quant: bool = False,
     name: str = "tensor",
 ) -> QuantizedTensor:
-    r"""Encode a tensor: codes, and one absmax per block of `block_size` consecutive elements.
+    r"""Encode a tensor: codes and scales, in the layout of a codec.
 
     int8: $q = \mathrm{round}(x / s)$, $s = \mathrm{absmax} / 127$; 1 + 4 / `block_size` bytes a value.
     nf4: the nearest of 16 levels to $x / \mathrm{absmax}$; 0.5 + 4 / `block_size` bytes a value, the bits of
-    bitsandbytes. `ts_quant.reference` spells both out.
+    bitsandbytes. Both have one absmax per block of `block_size` consecutive elements. fp8 and nvfp4: e4m3
+    codes with a scale per 32 columns, row or tile, and e2m1 codes with a scale per 16 columns.
+    `ts_quant.reference` and `ts_quant.references.small_floats` spell them out.
 
     Args:
         tensor: float32, float16 or bfloat16 of any shape and layout, finite; CPU or CUDA. Not written.
-        codec: "nf4" or "int8", or another codec registered with `ts_core.registry`.
-        block_size: Values per scale, taken in row-major order; even, >= 2.
-        double_quant: nf4 and int8: keep the scales in 8 bits too, with one fp32 per 256 of them: 0.516 and 1.016
-            bytes a value in all with blocks of 64. `ts_quant.references.bnb` spells both out. Other codecs
-            refuse it.
+        codec: "nf4", "int8", "nvfp4", "mxfp8", "fp8_row", "fp8_block", or "fp8": of the last three what this
+            GPU computes; or another codec registered with `ts_core.registry` that encodes.
+        block_size: Values per scale, taken in row-major order; even, >= 2; fp8 and nvfp4 ignore it.
+        double_quant: nf4 and int8: keep the scales in 8 bits too, with one fp32 per 256 of them: 0.516 and
+            1.016 bytes a value in all with blocks of 64. `ts_quant.references.bnb` spells both out. Other
+            codecs refuse it.
         name: What to call the tensor in messages.
 
     Returns:

@@ -176,3 +176,29 @@ def test_vram_that_another_process_takes_makes_groups_stream(monkeypatch):
     assert any("less of the device is left" in line for line in session.events.events)
     assert any("stream from now on" in line for line in session.events.events)
     trainstream.unwrap(model)
+
+
+def test_nothing_moves_between_two_passes_that_one_backward_comes_to(tmp_path):
+    model, optimizer = trainstream.wrap(
+        model_of(), None, lr=1e-3, quantize="none", disk_offload=tmp_path, **budget_above("cpu", 90 * MIB)
+    )
+    session = model._trainstream_session
+    run(model, optimizer, "cpu", [16] * 6)
+    ids = torch.randint(0, 512, (2, 16))
+    optimizer.zero_grad()
+    first = model(input_ids=ids, labels=ids).loss
+    session.relief.due = "somebody said so"
+    second = model(input_ids=ids, labels=ids).loss
+    assert session.relief.due
+    (first + second).backward()
+    optimizer.step()
+    held = first  # a graph that backward has been through keeps nothing in its place
+    run(model, optimizer, "cpu", [16])
+    assert not session.relief.due
+    assert any(line.startswith("somebody said so: ") for line in session.events.events)
+    assert held.grad_fn is not None
+    session.relief.due = "again"
+    model(input_ids=ids, labels=ids)  # dropped without a backward pass
+    model(input_ids=ids, labels=ids)
+    assert not session.relief.due
+    trainstream.unwrap(model)

@@ -29,6 +29,7 @@ from ts_core.headroom import require_ram
 from ts_core.planner import layout_of
 from ts_core.usage import release_free_memory
 from ts_optim import OffloadAdamW, grad_sumsq
+from ts_optim.gradients import gradient_of
 from ts_optim.placement import PlacePolicy
 from ts_paging.pager import WeightPager
 from ts_quant import QuantizedTensor
@@ -169,8 +170,8 @@ class Places:
         Args:
             session: The session.
             chosen: Their indices.
-            tiers: ``host`` or ``disk`` for units, where that is decided already; else disk on a CPU run, the
-                host beside a GPU.
+            tiers: ``host`` or ``disk`` for units, where that is decided already; else disk on a CPU run, and
+                beside a GPU the host as long as its budget lasts.
 
         Raises:
             StorageError: A file could not be written; what has moved by then streams, the rest is where it
@@ -189,10 +190,12 @@ class Places:
         if slots:
             gc.collect()  # what stood on the modules holds them in a cycle
         done: set[int] = set()
+        together = frozenset({*self.paged, *leaving})
+        below = layout_of(self.decided.specs, together, self.limits.budgets).tiers
         try:
             for index in leaving:
                 if index not in self.paged or index in where:
-                    self._move(session, index, where.get(index))
+                    self._move(session, index, where.get(index, below[index]), together)
                 done.add(index)
         finally:
             # Also after a failure: what has moved so far is paged, and the rest is resident.
@@ -234,23 +237,24 @@ class Places:
                 pager.sink.square_sum = grad_sumsq
         return pager
 
-    def _move(self, session: Session, index: int, tier: str | None) -> None:
-        """Put the values, gradients and optimizer state of a unit where they live while it is paged."""
-        chosen = frozenset(self.paged | {index})
-        moving = [p for p in self.inventory.units[index].pageable if id(p) in self.inventory.paged(chosen)]
-        tier = tier or ("disk" if self.tiers.device.type == "cpu" else "host")
+    def _move(self, session: Session, index: int, tier: str, together: frozenset[int]) -> None:
+        """Put the values, gradients and optimizer state of a unit where they live while it is paged.
+
+        `together` are all units that will be: what none else uses leaves with them.
+        """
+        paged = self.inventory.paged(together)
+        moving = [p for p in self.inventory.units[index].pageable if id(p) in paged]
         (self.tiers.to_disk if tier == "disk" else self.tiers.to_host)(moving)
         staged, follow = Staged(), Followers(session.optimizer)
         for parameter in moving:
             value: Any = parameter.detach()
-            if tier == "host":
-                staged.left += parts_of(value)
+            if tier == "host":  # out of files
+                grad = gradient_of(parameter)
+                staged.left += parts_of(value) + ([] if grad is None else [grad])
+            stored = self.tiers.store(parameter)
             if isinstance(value, QuantizedTensor):
-                staged.left += parts_of(value)
-                stored = self.tiers.store(parameter)
                 staged.replaced[id(parameter)] = nn.Parameter(stored, requires_grad=False)
                 continue
-            stored = self.tiers.store(parameter)
             staged.data.append((parameter, stored, gradient_in(parameter, stored, self.tiers)))
             staged.state += follow(parameter, torch.device("cpu"))
         self.tiers.renamed(staged.replaced)

@@ -34,6 +34,7 @@ __all__ = ["Watch"]
 
 _SHARE = 100  # a look may take 1/100 of the time since the one before
 _MARGIN = 64 << 20  # of the device that other things in this process may need at once
+_RESULTS = 4  # tensors of an output that are looked at: the loss, logits, and a few more
 _GROWN = 1.05  # inputs that are larger by this factor than all before
 
 
@@ -60,6 +61,17 @@ class Entrance:
     def __reduce__(self) -> tuple[type[Entrance], tuple[()]]:
         """The same for a pickled one."""
         return Entrance, ()
+
+
+class _Graph:
+    """The graph of one pass: the hooks in it hold this, and nobody else."""
+
+    def __init__(self) -> None:
+        self.reached = False
+
+    def reach(self, grad: Tensor) -> None:
+        """A backward pass comes through."""
+        self.reached = True
 
 
 _watches: weakref.WeakSet[Watch] = weakref.WeakSet()
@@ -92,6 +104,7 @@ class Watch:
         self._last = self._cost = 0.0
         self._largest = 0
         self._inside: list[nn.Module] = []
+        self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._shrunk = False
 
     # -- passes ------------------------------------------------------------------------------------------
@@ -124,7 +137,10 @@ class Watch:
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         self._inside = [m for m in self._inside if m is not module]
-        if self._inside or output is not None:
+        if self._inside:
+            return
+        if output is not None:
+            self._follow_graph(output)
             return
         error = sys.exc_info()[1]
         if error is None or not out_of_memory(error) or self._session.relief.replaying:
@@ -136,6 +152,16 @@ class Watch:
             "session.train_step(batches) and TrainStreamTrainer do so by themselves",
         )
 
+    def _follow_graph(self, output: Any) -> None:
+        """Note a graph that a backward pass may still come to: until then no weight that it uses may move."""
+        results = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor) and t.grad_fn is not None]
+        if not results:
+            return
+        graph = _Graph()
+        for tensor in results[:_RESULTS]:
+            tensor.register_hook(graph.reach)  # type: ignore[no-untyped-call]
+        self._graphs.add(graph)
+
     def ran_out(self) -> None:
         """The device's memory ran out in a backward pass that is not ours: make room before the next one."""
         if not self._session.relief.replaying:
@@ -146,6 +172,8 @@ class Watch:
         relief = session.relief
         if torch._C._current_graph_task_id() != -1:
             return  # within a backward pass nothing can move
+        if any(not graph.reached for graph in self._graphs):
+            return  # two passes before one backward: nor between them
         if relief.due:
             why, relief.due = relief.due, ""
             session.events.add(f"{why}: {relief.relieve()}")

@@ -257,6 +257,38 @@ def test_a_large_buffer_that_was_written_is_a_reason_not_to_run_again():
         counted(True, large=True)
 
 
+@pytest.mark.parametrize("device", devices())
+def test_weights_that_blocks_share_leave_and_train_as_before(device):
+    def shared(fail):
+        torch.manual_seed(1)
+        model = model_of().to(device)
+        layers = model.model.layers
+        layers[2].self_attn.q_proj = layers[0].self_attn.q_proj
+        fault = plant(model, "forward")
+        model, _ = trainstream.wrap(model, None, lr=1e-2, recompute=False, activation_offload=False)
+        session = model._trainstream_session
+        losses = []
+        for step in range(3):
+            if fail and step == 1:
+                fault.arm(1)
+            losses.append(session.train_step(batches_of(step, device)).item())
+        return losses, {n: p.detach().cpu().clone() for n, p in model.named_parameters()}, model, layers
+
+    expected, got = shared(False), shared(True)
+    assert got[0] == expected[0]
+    for name, t in expected[1].items():
+        assert torch.equal(got[1][name], t), name
+    model, layers = got[2:]
+    paged = {row.name for row in model._trainstream_session.plan.blocks if row.tier != "device"}
+    assert {"model.layers.0", "model.layers.2"} <= paged
+    weight = layers[0].self_attn.q_proj.weight
+    assert weight is layers[2].self_attn.q_proj.weight
+    assert weight.device.type == "cpu"
+    if device == "cpu":
+        assert locate(weight.detach()) is not None
+    trainstream.unwrap(model)
+
+
 # -- where it ends ---------------------------------------------------------------------------------------
 
 

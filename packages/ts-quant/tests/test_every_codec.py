@@ -17,7 +17,7 @@ import ts_quant.codecs
 from ts_core import registry
 from ts_core.errors import ArgumentError, ArgumentTypeError, CheckpointError, TrainStreamError
 from ts_core.testing import assert_bit_equal, devices, make_tensor
-from ts_quant import QuantizedTensor, from_safetensors_dict, quantize, to_safetensors_dict
+from ts_quant import Meta, QuantizedTensor, from_safetensors_dict, quantize, to_safetensors_dict
 
 SHAPE = (64, 256)  # whole blocks of every published format
 
@@ -34,6 +34,8 @@ def packings():
             lambda codec: codec.meta(64),
             lambda codec: codec.meta(64, double_quant=True),
             lambda codec: codec.describe(64),
+            lambda codec: codec.describe("bnb_fp4", Meta(64), 16),
+            lambda codec: codec.describe("nf4", Meta.make(64, double_quant=True), 16),
         ):
             try:
                 meta = make(codec)

@@ -9,7 +9,8 @@ import transformers
 from conftest import tiny_config
 from safetensors.torch import load_file, save_file
 
-from ts_core.errors import CheckpointError, OptionError
+from ts_core import memory
+from ts_core.errors import CheckpointError, DoesNotFitError, OptionError
 from ts_core.testing import seeded
 from ts_hf import load_model
 from ts_quant import QuantizedTensor, quantize
@@ -505,6 +506,14 @@ def test_weights_before_whose_layer_activations_are_scaled_are_refused(tmp_path)
     name = in_blocks(plain_model())[0].removesuffix("weight") + "pre_quant_scale"
     save_file(stored | {name: torch.ones(64)}, tmp_path / "model" / "model.safetensors", {"format": "pt"})
     with pytest.raises(CheckpointError, match="pre_quant_scale"):
+        load_model(tmp_path / "model")
+
+
+def test_what_ram_cannot_hold_is_refused_before_it_is_read(tmp_path, monkeypatch):
+    write(tmp_path / "model", GPTQ, gptq)
+    little = memory.HostBudget(64 << 30, 1 << 10, None, "example")
+    monkeypatch.setattr(memory, "host_budget", lambda *args: little)
+    with pytest.raises(DoesNotFitError, match="disk_offload"):
         load_model(tmp_path / "model")
 
 

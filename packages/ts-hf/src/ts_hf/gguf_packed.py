@@ -21,6 +21,7 @@ from ts_quant.codecs import GGUF_CODECS
 
 from .build import build_model, import_transformers, load_config, owner_of
 from .gguf_streaming import _ALONE, _PLAIN, _like, _tables
+from .packed_checkpoint import require_ram_for
 from .streaming import OUTSIDE, Packing
 
 __all__ = ["load_packed"]
@@ -93,6 +94,8 @@ class _Load:
         kinds = Counter(stored.tensor_type.name for stored in reader.tensors)
         shown = ", ".join(kind for kind, _ in kinds.most_common() if kind in GGUF_CODECS)
         self.packing, reason = make_packing(self.model, f"GGUF ({shown or 'nothing packed'})")
+        nbytes = sum(int(stored.n_bytes) for stored in reader.tensors)
+        require_ram_for(nbytes, self.packing.home, self.device)
         missing = set(self.model.state_dict()) - set(self.model.all_tied_weights_keys)
         with torch.no_grad():
             for stored in reader.tensors:
@@ -104,7 +107,7 @@ class _Load:
             self.model.generation_config = transformers.GenerationConfig.from_model_config(config)
         found = {
             "tensors": len(reader.tensors),
-            "checkpoint_bytes": sum(int(stored.n_bytes) for stored in reader.tensors),
+            "checkpoint_bytes": nbytes,
             "unused": self.unused,
             "aside": [],
             "initialized": [],

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from ts_core.errors import CheckpointError
+from ts_core.headroom import require_ram
 from ts_quant import QuantizedTensor
 from ts_quant.codecs import STACKED_CODEC
 
@@ -17,7 +18,23 @@ from .checkpoint import Checkpoint
 from .prequantized import Scheme
 from .safetensors_reader import TensorInfo
 
-__all__ = ["PackedCheckpoint", "stack_packed"]
+__all__ = ["PackedCheckpoint", "require_ram_for", "stack_packed"]
+
+
+def require_ram_for(nbytes: int, packing_home: object, device: torch.device) -> None:
+    """Refuse a checkpoint that is kept as it is stored and that RAM cannot hold.
+
+    Args:
+        nbytes: Its bytes.
+        packing_home: The files that hold the weights instead, or None.
+        device: Where the weights go.
+
+    Raises:
+        DoesNotFitError: With the figures.
+    """
+    if packing_home is None and device.type == "cpu":
+        advice = "Give disk_offload=DIR to keep the weights in files, free memory, or take a smaller model."
+        require_ram("load_model", nbytes, advice)
 
 
 class PackedCheckpoint(Checkpoint):

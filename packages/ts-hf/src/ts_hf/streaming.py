@@ -29,7 +29,7 @@ from ts_quant.error_fit import quantize_with_error
 from .build import owner_of
 from .checkpoint import Checkpoint
 from .offload import FileHome
-from .packed_checkpoint import PackedCheckpoint, stack_packed
+from .packed_checkpoint import PackedCheckpoint, require_ram_for, stack_packed
 from .safetensors_reader import TensorInfo
 
 __all__ = ["OUTSIDE", "Packing", "Plan", "Target", "UnknownTablesError", "make_plan", "packable", "stream"]
@@ -432,7 +432,10 @@ def stream(
 
     Raises:
         CheckpointError: A shape that does not fit, or a stored dtype that is no plain weight.
+        DoesNotFitError: Weights that are kept as they are stored exceed the RAM that is left.
     """
+    if isinstance(checkpoint, PackedCheckpoint):
+        require_ram_for(checkpoint.nbytes, packing.home, device)
     state = _Stream(model, checkpoint, packing, dtype, device)
     passing = [t.sources[0][1] for t in plan.targets if t.converter is None and packing.packs(t.name)]
     state.raw = torch.empty(

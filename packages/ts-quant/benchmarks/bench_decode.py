@@ -109,7 +109,7 @@ def published(x: torch.Tensor, name: str) -> QuantizedTensor:
 
 def every_codec() -> list[str]:
     """Names of all codecs; with "-dq" where scales can be quantized too."""
-    names = list(registry.codecs())
+    names = [name for name in registry.codecs() if name != "stacked"]  # pieces of the others
     return names + [f"{name}-dq" for name in names if getattr(registry.codec(name), "nests", False)]
 
 

@@ -2,6 +2,7 @@
 
 import functools
 
+import peft
 import pytest
 import torch
 from conftest import tiny_llama
@@ -12,6 +13,9 @@ from ts_core import memory
 from ts_core.errors import DoesNotFitError
 from ts_core.testing import devices
 from ts_core.usage import CONTEXT_BYTES, PeakSampler, host_usage, release_free_memory
+from ts_hf.adapters import merge_adapters
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 
 
 def model_of():
@@ -202,3 +206,22 @@ def test_nothing_moves_between_two_passes_that_one_backward_comes_to(tmp_path):
     model(input_ids=ids, labels=ids)
     assert not session.relief.due
     trainstream.unwrap(model)
+
+
+def test_merging_refuses_what_ram_cannot_hold(monkeypatch):
+    model = model_of()
+    trainstream.quantize_model(model.requires_grad_(False), "int8")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"])
+    model = peft.get_peft_model(model, config, autocast_adapter_dtype=False)
+    before = dict(model.named_parameters())
+
+    def with_ram(left, **options):
+        budget = memory.HostBudget(1 << 50, left + (128 << 20), None, "a test")
+        monkeypatch.setattr(memory, "host_budget", lambda *a, **k: budget)
+        return merge_adapters(model, **options)
+
+    need = 5 * 256 * 256 * 4
+    with pytest.raises(DoesNotFitError, match=r"\[merge_adapters\] .*Use repack=True"):
+        with_ram(need - 1)
+    assert all(p is before[name] for name, p in model.named_parameters())
+    with_ram(need // 5, repack=True)

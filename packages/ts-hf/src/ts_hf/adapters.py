@@ -10,6 +10,7 @@ from torch import nn
 
 from ts_core import registry
 from ts_core.errors import ArgumentTypeError, OptionError, StateError, message
+from ts_core.headroom import require_ram
 from ts_core.options import boolean
 from ts_quant import QuantizedTensor
 
@@ -35,6 +36,18 @@ def _check_packs(layers: list[tuple[str, Any]]) -> None:
             )
 
 
+def _require_room(layers: list[tuple[str, Any]], repack: bool) -> None:
+    """Look whether RAM has room for the matrices that are decoded: all of them, or one at a time."""
+    weights = [getattr(layer.get_base_layer(), "weight", None) for _, layer in layers]
+    sizes = [
+        w.numel() * w.dtype.itemsize
+        for w in weights
+        if isinstance(w, QuantizedTensor) and w.device.type == "cpu"
+    ]
+    nbytes = max(sizes, default=0) if repack else sum(sizes)
+    require_ram("merge_adapters", nbytes, "Use repack=True, or keep the adapters apart (save_pretrained).")
+
+
 def merge_adapters(model: nn.Module, *, repack: bool = False, safe_merge: bool = True) -> nn.Module:
     """Add the active adapters to the weights they adapt and take PEFT's modules out; packed weights too.
 
@@ -54,6 +67,7 @@ def merge_adapters(model: nn.Module, *, repack: bool = False, safe_merge: bool =
         ArgumentTypeError: Not a PEFT model.
         StateError: It is wrapped.
         OptionError: `repack` with a format that is not written here.
+        DoesNotFitError: The decoded matrices have no room in RAM; nothing is changed (a ``MemoryError``).
 
     Example:
         >>> merge_adapters(model).save_pretrained("merged")  # doctest: +SKIP
@@ -68,6 +82,7 @@ def merge_adapters(model: nn.Module, *, repack: bool = False, safe_merge: bool =
     layers = _adapted(model)
     if repack:
         _check_packs(layers)
+    _require_room(layers, repack)
     with warnings.catch_warnings():
         # PEFT says that what was merged here is not merged again.
         warnings.filterwarnings("ignore", message=".*(already|following adapters).*")

@@ -392,7 +392,39 @@ def test_train_step_says_what_is_missing():
         frozen._trainstream_session.train_step([torch.randn(2, 4)])
 
 
+def test_the_history_has_what_was_predicted_beside_what_was_measured():
+    model, _ = trainstream.wrap(model_of(), None, lr=1e-2, param_offload=[0])
+    session = model._trainstream_session
+    session.train_step(batches_of(0, "cpu"))
+    entry = trainstream.memory_report(model)["plan"]["history"][-1]
+    assert entry["step"] == 1
+    assert entry["host_peak_bytes"] > 0
+    planned = session.plan.predicted
+    assert entry["predicted_device_bytes"] == planned["device"] + planned["activations"] > 0
+    assert entry["predicted_host_bytes"] == planned["host"]
+    trainstream.unwrap(model)
+
+
 # -- a loop of one's own ---------------------------------------------------------------------------------
+
+
+def test_what_a_run_has_changed_besides_can_be_taken_back():
+    model = model_of()
+    fault = plant(model, "head")
+    model, optimizer = trainstream.wrap(model, None, lr=1e-2)
+    seen, taken_back = [], []
+
+    def both():
+        seen.append(1)
+        loss = model(**batches_of(0, "cpu")[0]).loss
+        loss.backward()
+        return loss.detach()
+
+    fault.arm()
+    loss = model._trainstream_session.replayed(both, lambda: taken_back.append(len(seen)))
+    assert (len(seen), taken_back) == (2, [1])
+    assert loss.dim() == 0
+    optimizer.step()
 
 
 def test_in_a_loop_of_ones_own_the_next_pass_finds_room():

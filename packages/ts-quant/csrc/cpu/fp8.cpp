@@ -64,9 +64,11 @@ static void quantize(const T* x, uint8_t* codes, void* scales, const Fp8Tiles& m
                        (m.tile_columns < m.columns ? m.tile_columns : m.columns);
   const int64_t grain = size >= (1 << 15) ? 1 : (1 << 15) / size;
   parallel_for(m.batches * down * across, grain, threads, [=, &m](int64_t first, int64_t last) {
-    for (int64_t tile = first; tile < last; ++tile) {
-      const int64_t column = tile % across * m.tile_columns, strip = tile / across;
-      const int64_t row = strip % down * m.tile_rows, batch = strip / down;
+    int64_t column = first % across * m.tile_columns, strip = first / across;
+    for (int64_t tile = first; tile < last; ++tile, column += m.tile_columns) {
+      if (column >= m.columns) column = 0, ++strip;
+      const int64_t batch = down == 1 ? strip : strip / down;  // a division a tile of 32 would show
+      const int64_t row = (strip - batch * down) * m.tile_rows;
       const int64_t left = m.rows - row, wide = m.columns - column;
       const int64_t at = (batch * m.rows + row) * m.columns + column;
       encode_tile(x + at, codes + at, left < m.tile_rows ? left : m.tile_rows,
@@ -99,9 +101,9 @@ static void dequantize(const uint8_t* codes, const void* scales, T* out, const F
       const int64_t row = unit / segments, begin = unit % segments * kSegment;
       const int64_t end = m.columns - begin < kSegment ? m.columns : begin + kSegment;
       const int64_t strip = row / m.rows * down + row % m.rows / m.tile_rows;
-      for (int64_t c = begin; c < end;) {
-        const int64_t tile = c / m.tile_columns, edge = (tile + 1) * m.tile_columns;
-        const int64_t stop = edge < end ? edge : end, index = strip * across + tile;
+      int64_t index = strip * across + begin / m.tile_columns;
+      for (int64_t c = begin; c < end; ++index) {
+        const int64_t stop = end - c < m.tile_columns ? end : c + m.tile_columns;
         const float scale = m.e8m0 ? e8m0(static_cast<const uint8_t*>(scales)[index])
                                    : static_cast<const float*>(scales)[index];
         decode_span(codes + row * m.columns + c, scale, out + row * m.columns + c, stop - c);

@@ -16,7 +16,19 @@ from .cost import DEV, DISK, GPU_B, HOST, PIN, RUN_B, Tables
 from .job import POLICIES, Choice, Job, Prediction, Room
 from .step import measure, phases, prediction, totals
 
-__all__ = ["NEVER", "ROWS", "WORK", "Best", "Stack", "alike", "exactly", "missing", "rows_each", "worth"]
+__all__ = [
+    "NEVER",
+    "ROWS",
+    "WORK",
+    "Best",
+    "Stack",
+    "alike",
+    "exactly",
+    "missing",
+    "rows_each",
+    "uniform",
+    "worth",
+]
 
 _EXACT = 1e-6  # a plan that is better by less than this share is as good
 ROWS = 60_000  # plans that are worked out at once
@@ -126,8 +138,8 @@ def exactly(tab: Tables, place: Tensor, room: Room, job: Job, best: Best) -> Non
     _take(tab, place, policy, room, best)
 
 
-def alike(tab: Tables, place: Tensor, room: Room, job: Job, best: Best) -> None:
-    """Try these placements with the same policy for all blocks."""
+def uniform(tab: Tables, place: Tensor, room: Room, job: Job) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yield these placements with the same policy for all blocks, for each policy."""
     stack = Stack.of(tab, room.host is None)
     for index, name in enumerate(POLICIES):
         if name in job.policies:
@@ -137,7 +149,13 @@ def alike(tab: Tables, place: Tensor, room: Room, job: Job, best: Best) -> None:
             if room.host is not None:
                 rows = _into_files(tab, place, policy, room)
             if len(rows[0]):
-                _take(tab, *rows, room, best)
+                yield rows
+
+
+def alike(tab: Tables, place: Tensor, room: Room, job: Job, best: Best) -> None:
+    """Try these placements with the same policy for all blocks."""
+    for rows in uniform(tab, place, room, job):
+        _take(tab, *rows, room, best)
 
 
 def _take(tab: Tables, place: Tensor, policy: Tensor, room: Room, best: Best) -> None:

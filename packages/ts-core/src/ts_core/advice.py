@@ -10,14 +10,12 @@ from .hardware import HardwareProfile
 from .job import PLACES, POLICIES, Job, Prediction, Room
 from .memory import format_bytes
 from .plan import BlockPlan, Numerics, Plan
-from .search import Found, search
+from .search import Found, search, smallest
 from .spec import ModelSpec
 
 __all__ = ["Help", "Option", "explain", "helps", "nearest", "plan_of"]
 
-_MIB = 1 << 20
-_FINE = 1.02  # the least budget that fits is said to within this factor
-_TOP = 1 << 46
+_GAIN = 1.02  # what is worth a change
 #: What more of a resource is tried with, and what it is called.
 _RATES = {
     "gpu": (
@@ -242,18 +240,18 @@ def nearest(
         alternatives: Jobs to try with the same budgets, by name.
 
     Returns:
-        The options that fit, each planned with; the least of a budget to within 2 %. Where no single budget
-        helps, all of them are raised together.
+        The options that fit, each planned with; budgets are about the least. Where no single one helps, the
+        device and RAM are raised together.
     """
     found = []
     tight = _tightest(job)
     names = ["device", *(["host"] if room.host is not None else []), "disk"]
     for name in names:
-        wider = _least(spec, tight, hardware, room, (name,))
+        wider = smallest(spec, tight, hardware, room, (name,))
         if wider is not None:
             found.append((name, wider, job))
     if not found:
-        wider = _least(spec, tight, hardware, room, tuple(names[:2]))
+        wider = smallest(spec, tight, hardware, room, names[:2])
         if wider is not None:
             found.append((" and ".join(names[:2]), wider, job))
     for name, other in (alternatives or {}).items():
@@ -264,27 +262,6 @@ def nearest(
         if plan is not None:
             options.append(Option(name, space, what, plan.prediction))
     return options
-
-
-def _least(
-    spec: ModelSpec, job: Job, hardware: HardwareProfile, room: Room, names: tuple[str, ...]
-) -> Room | None:
-    def with_least(size: int) -> Room:
-        return dataclasses.replace(room, **{name: max(size, getattr(room, name) or 0) for name in names})
-
-    low = max(min(getattr(room, name) or 0 for name in names), _MIB)
-    high = low
-    while _try(spec, job, hardware, with_least(high), True) is None:
-        if high >= _TOP:
-            return None
-        low, high = high, high * 4
-    while high > low * _FINE:
-        middle = int((low * high) ** 0.5)
-        if _try(spec, job, hardware, with_least(middle), True) is None:
-            low = middle
-        else:
-            high = middle
-    return with_least(-(-high // _MIB) * _MIB)
 
 
 def helps(
@@ -327,6 +304,6 @@ def helps(
         plan = _try(spec, what, machine, space, False)
         if plan is not None:
             gain = plan.prediction.tokens_per_s / found.prediction.tokens_per_s
-            if gain >= _FINE:
+            if gain >= _GAIN:
                 result.append(Help(text, plan.prediction.step_s, gain))
     return sorted(result, key=lambda help: -help.gain)

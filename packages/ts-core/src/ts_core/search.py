@@ -11,24 +11,28 @@ by class, in a few orders, unless the stack is small.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
 
-from ._mixes import NEVER, ROWS, WORK, Best, Stack, alike, exactly, missing, rows_each, worth
+from ._mixes import NEVER, ROWS, WORK, Best, Stack, alike, exactly, missing, rows_each, uniform, worth
 from .cost import D2H_F, DEV, DISK, GPU_B, H2D_B, HOST, IO_B, IO_F, RUN_B, Tables, tables
 from .errors import DoesNotFitError
 from .hardware import HardwareProfile
 from .job import Choice, Job, Packing, Prediction, Room, Setting
 from .memory import format_bytes
 from .spec import ModelSpec
-from .step import phases, totals
+from .step import measure, phases, totals
 
-__all__ = ["Found", "search"]
+__all__ = ["Found", "search", "smallest"]
 
-_MOST = 200_000  # placements of a setting that are looked at; above that, counts go in larger steps
+_MIB = 1 << 20
+_TOP = 1 << 60
+_FEW = 5_000
+_MOST = 80_000  # placements of a setting that are looked at; above that, counts go in larger steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,6 +112,43 @@ def search(
     )
 
 
+def smallest(
+    spec: ModelSpec, job: Job, hardware: HardwareProfile, room: Room, names: Sequence[str]
+) -> Room | None:
+    """Return about the least of some budgets that a plan fits with, the others as they are.
+
+    Only plans with one policy for all blocks are looked at.
+
+    Args:
+        spec: The model.
+        job: The first of each of its choices is taken.
+        hardware: Rates.
+        room: The budgets.
+        names: Of those that may be larger: ``device``, ``host``, ``disk``.
+
+    Returns:
+        The budgets, or None if nothing fits.
+    """
+    cpu = room.host is None
+    wide = dataclasses.replace(room, **{name: _TOP for name in names})
+    setting = Setting(job.packings[0], job.moments[0], job.rows()[0], job.schedules[0], job.slots[0])
+    tab = tables(spec, job, hardware, setting, cpu=cpu)
+    place = _placements(tab, cpu, _FEW)
+    columns = [{"device": DEV, "host": HOST, "disk": DISK}[name] for name in names]
+    least: list[float] | None = None
+    for start in range(0, len(place), ROWS):
+        for rows in uniform(tab, place[start : start + ROWS], wide, job):
+            found = measure(tab, *rows, cpu=cpu)
+            taken = found.columns[found.fits(wide)][:, columns]
+            if len(taken):
+                row = taken[int(taken.sum(dim=1).argmin())].tolist()
+                least = row if least is None or sum(row) < sum(least) else least
+    if least is None:
+        return None
+    sizes = {name: -(-int(size) // _MIB) * _MIB for name, size in zip(names, least, strict=True)}
+    return dataclasses.replace(room, **{n: max(size, getattr(room, n) or 0) for n, size in sizes.items()})
+
+
 def _numerics(job: Job) -> Iterator[list[tuple[Packing, str]]]:
     """Go through the sets of codec and moments that compete on time, preferred ones first."""
     if job.prefer == "speed":
@@ -131,13 +172,38 @@ def _fastest(
     """Put the fastest plan of these settings into `best`."""
     cpu = room.host is None
     queue = []
-    for setting in settings:
+    hopeless: list[Setting] = []
+    for setting in sorted(settings, key=lambda s: (s.slots, s.micro)):
+        # More rows at once and more slots only take more memory.
+        if any(_takes_more(setting, other) for other in hopeless):
+            continue
         tab = tables(spec, job, hardware, setting, cpu=cpu)
-        place = _placements(tab, cpu)
+        place = _placements(tab, cpu, _MOST)
         bound = _bound(tab, place, room, job, 4)
         near = torch.isfinite(bound)
-        if bool(near.any()):
-            queue.append((float(bound[near].min()), tab, place[near], bound[near]))
+        if not bool(near.any()):
+            hopeless.append(setting)
+            continue
+        queue.append((float(bound[near].min()), tab, place[near], bound[near]))
+        if any_plan:
+            _look(queue[-1:], room, job, best, any_plan)
+            if best.choice is not None:
+                return
+    if not any_plan:
+        _look(queue, room, job, best, any_plan)
+
+
+def _takes_more(setting: Setting, other: Setting) -> bool:
+    """Whether what does not fit with `other` does not fit with `setting` either."""
+    same = dataclasses.replace(setting, micro=other.micro, slots=other.slots) == other
+    return same and setting.micro >= other.micro and setting.slots >= other.slots
+
+
+_Queue = list[tuple[float, Tables, Tensor, Tensor]]
+
+
+def _look(queue: _Queue, room: Room, job: Job, best: Best, any_plan: bool) -> None:
+    """Work out what the bounds of these settings leave open."""
     queue.sort(key=lambda entry: entry[0])
     for least, tab, place, bound in queue:
         if least >= best.below:
@@ -161,7 +227,7 @@ def _fastest(
                     return _or_any(queue, room, job, best)
 
 
-def _or_any(queue: Sequence[tuple[float, Tables, Tensor, Tensor]], room: Room, job: Job, best: Best) -> None:
+def _or_any(queue: _Queue, room: Room, job: Job, best: Best) -> None:
     """Where nothing was found in time, see whether a plan fits with one policy for all blocks."""
     if best.choice is not None:
         return
@@ -187,19 +253,30 @@ def _compositions(count: int, allowed: Sequence[str], low: str, step: int) -> li
     return found
 
 
-def _placements(tab: Tables, cpu: bool) -> Tensor:
-    """Return [placements, classes, 4]."""
+def _placements(tab: Tables, cpu: bool, most: int) -> Tensor:
+    """Return [placements, classes, 4]: all, or so many with counts in larger steps."""
+    return _all_placements(tab.counts, tab.allowed, tab.block, cpu, most)
+
+
+@functools.lru_cache(maxsize=4)
+def _all_placements(
+    counts: tuple[int, ...],
+    places: tuple[tuple[str, ...], ...],
+    stack: tuple[bool, ...],
+    cpu: bool,
+    most: int,
+) -> Tensor:
     low = "disk" if cpu else "host"
     step = 1
     while True:
         ways = [
             _compositions(count, allowed, low, step if block else 1)
-            for count, allowed, block in zip(tab.counts, tab.allowed, tab.block, strict=True)
+            for count, allowed, block in zip(counts, places, stack, strict=True)
         ]
         total = 1
         for way in ways:
             total *= len(way)
-        if total <= _MOST or step >= max(tab.counts):
+        if total <= most or step >= max(counts):
             break
         step += 1
     index = torch.arange(total)

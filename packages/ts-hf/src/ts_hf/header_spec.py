@@ -69,9 +69,12 @@ def http_fetch(address: str, begin: int, end: int) -> bytes:
             404: "there is no such model or file",
             416: "the file is empty",
         }.get(error.code, str(error.reason))
-        raise StorageError(None, f"HTTP status {error.code}: {hint}", address) from error
+        raise StorageError(f"{address}: HTTP status {error.code}: {hint}") from error
     except (OSError, ValueError) as error:
-        raise StorageError(None, f"cannot be read: {error}", address) from error
+        reason = getattr(error, "reason", error)
+        raise StorageError(
+            f"{address}: cannot be read ({reason}); give a folder or a config.json that is here"
+        ) from error
 
 
 def read_header(read: Callable[[int, int], bytes], where: str) -> dict[str, tuple[str, tuple[int, ...]]]:

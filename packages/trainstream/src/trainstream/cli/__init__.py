@@ -11,6 +11,7 @@ from typing import Annotated, Any
 
 import typer
 
+from trainstream.cli.plan import command as _plan
 from ts_core.errors import TrainStreamError
 
 __all__ = ["app", "main"]
@@ -23,6 +24,7 @@ app = typer.Typer(
     rich_markup_mode=None,
     pretty_exceptions_enable=False,
 )
+app.command("plan")(_plan)
 
 
 def _version(shown: bool) -> None:

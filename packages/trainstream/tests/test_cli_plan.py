@@ -1,0 +1,179 @@
+"""`trainstream plan`: the answer for people and programs, what does not fit, and mistakes."""
+
+import importlib
+import json
+
+import pytest
+from typer.testing import CliRunner
+
+from trainstream.cli import app
+from ts_core.hardware import ASSUMED, ASSUMED_RATES
+from ts_core.job import assumed_profile
+
+# The command has the same name as the module.
+plan = importlib.import_module("trainstream.cli.plan")
+
+SMALL = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "intermediate_size": 4864,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "vocab_size": 151936,
+    "tie_word_embeddings": True,
+}
+LARGE = {
+    **SMALL,
+    "hidden_size": 5120,
+    "intermediate_size": 13824,
+    "num_hidden_layers": 48,
+    "num_attention_heads": 40,
+    "num_key_value_heads": 8,
+    "vocab_size": 152064,
+    "tie_word_embeddings": False,
+}
+MACHINE = ("--vram", "24GiB", "--ram", "64GiB", "--disk", "0")
+
+
+@pytest.fixture
+def ask(tmp_path):
+    def ask(config, *words):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(config))
+        return CliRunner().invoke(app, ["plan", str(path), *words])
+
+    return ask
+
+
+def answer(result):
+    (line,) = [line for line in result.stdout.splitlines() if line.startswith("{")]
+    return json.loads(line)
+
+
+def test_an_answer_for_people(ask):
+    result = ask(LARGE, *MACHINE, "--batch", "4")
+    assert result.exit_code == 0
+    for word in (
+        "14.8 B weights",
+        "48 blocks",
+        "model.layers.0",
+        "fits ",
+        "tokens/s",
+        "limited by",
+        "rates ",
+    ):
+        assert word in result.stdout
+
+
+def test_an_answer_for_programs(ask):
+    data = answer(ask(LARGE, *MACHINE, "--json"))
+    assert data["event"] == "plan"
+    assert data["fits"] is True
+    assert data["model"]["parameters"] == 14_770_033_664
+    taken, budgets = data["prediction"], data["budgets"]
+    assert taken["device_bytes"] <= budgets["device"] < 24 << 30
+    assert taken["host_bytes"] <= budgets["host"] == 64 << 30
+    assert taken["step_s"] > 0
+    assert len([b for b in data["plan"]["blocks"] if b["kind"] == "block"]) == 48
+    assert data["decisions"]
+
+
+def test_report_reads_what_plan_printed(ask, tmp_path):
+    from trainstream._runs import read_forecast
+
+    (tmp_path / "plan.json").write_text(ask(SMALL, *MACHINE, "--json").stdout)
+    assert read_forecast(tmp_path / "plan.json")["step_s"] > 0
+
+
+@pytest.mark.parametrize("words", [("--full",), ("--lora", "--quantize", "none", "--seq", "4096")])
+def test_what_does_not_fit_and_the_options_that_do(ask, words):
+    result = ask(LARGE, "--vram", "4GiB", "--ram", "8GiB", "--disk", "0", *words, "--json")
+    data = answer(result)
+    assert result.exit_code == 1
+    assert data["fits"] is False
+    assert data["options"]
+    for option in data["options"]:
+        # The option's words replace those of the question, and then it fits.
+        given = {"--vram": "4GiB", "--ram": "8GiB", "--disk": "0"}
+        change = option["change"].split()
+        kept = [w for w in words if not (w == "--full" and "--lora" in change)]
+        pairs = dict(zip(change[::2], change[1::2], strict=False)) if len(change) > 1 else {}
+        again = [w for pair in (given | pairs).items() for w in pair]
+        extra = change if len(change) == 1 else []
+        rest = [w for i, w in enumerate(kept) if w not in pairs and not (i and kept[i - 1] in pairs)]
+        assert ask(LARGE, *again, *rest, *extra).exit_code == 0, option
+
+
+def test_without_a_gpu_it_plans_for_ram(ask, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    data = answer(ask(SMALL, "--ram", "8GiB", "--disk", "20GiB", "--json"))
+    assert data["budgets"]["host"] is None
+    assert data["plan"]["device"] == "cpu"
+    assert data["prediction"]["host_bytes"] == 0
+
+
+def test_rates_can_be_given(ask, tmp_path):
+    slow = answer(ask(LARGE, *MACHINE, "--json", "--link", "2", "--quantize", "none"))
+    fast = answer(ask(LARGE, *MACHINE, "--json", "--link", "60", "--tflops", "900", "--quantize", "none"))
+    assert slow["prediction"]["limiter"] == "h2d"
+    assert fast["prediction"]["step_s"] < slow["prediction"]["step_s"]
+    assert "h2d" in "".join(fast["decisions"])
+    measured = assumed_profile(h2d_bytes_per_s=2e9, both_bytes_per_s=3.3e9, d2h_bytes_per_s=2e9)
+    (tmp_path / "doctor.json").write_text(f'{{"event": "doctor", "profile": {measured.to_json()}}}')
+    given = answer(
+        ask(LARGE, *MACHINE, "--json", "--quantize", "none", "--hardware", str(tmp_path / "doctor.json"))
+    )
+    assert given["prediction"]["step_s"] == pytest.approx(slow["prediction"]["step_s"], rel=1e-6)
+    assert set(measured.rates) == set(ASSUMED_RATES["cuda"])
+    assert set(measured.assumed) | set(measured.measured) == set(ASSUMED)
+
+
+def test_options_reach_the_plan(ask):
+    nf4 = answer(ask(LARGE, *MACHINE, "--json", "--quantize", "nf4", "--batch", "8", "--micro-batch", "2"))
+    assert nf4["plan"]["numerics"]["quantize"] == "nf4"
+    assert nf4["micro_batch"] == 2
+    assert {b["codec"] for b in nf4["plan"]["blocks"] if b["kind"] == "block"} == {"nf4"}
+    full = answer(ask(SMALL, *MACHINE, "--json", "--full", "--moments", "int8"))
+    assert full["plan"]["numerics"]["moment_dtype"] == "int8"
+
+
+def test_what_is_stored_packed_stays_so_unless_every_weight_is_trained(ask):
+    stored = {**LARGE, "quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 128}}
+    lora = answer(ask(stored, *MACHINE, "--json"))
+    assert lora["model"]["bytes"] < 12 << 30
+    assert {b["codec"] for b in lora["plan"]["blocks"] if b["kind"] == "block"} == {"gptq"}
+    full = answer(ask(stored, "--vram", "80GiB", "--ram", "512GiB", "--full", "--json"))
+    assert full["model"]["bytes"] > 25 << 30
+    assert "decoded" in full["model"]["notes"][0]
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (("--vram", "lots"), "vram"),
+        (("--vram", "0"), "vram"),
+        (("--quantize", "nf5"), "quantize"),
+        (("--full", "--quantize", "nf4"), "packed weights are frozen"),
+        (("--batch", "4", "--micro-batch", "3"), "divisor"),
+        (("--prefer", "cheap"), "prefer"),
+        (("--moments", "fp8"), "moments"),
+        (("--link", "0"), "link"),
+        (("--hardware", "nowhere.json"), "nowhere.json"),
+    ],
+)
+def test_mistakes_are_one_line(ask, words, text):
+    result = ask(SMALL, *MACHINE[2:], *words)
+    assert result.exit_code == 2
+    assert len(result.stderr.strip().splitlines()) == 1
+    assert text in result.stderr
+
+
+def test_a_model_that_is_not_there(tmp_path):
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), *MACHINE])
+    assert result.exit_code == 2
+    assert "there is no" in result.stderr
+    (tmp_path / "config.json").write_text('{"model_type": "qwen2"}')
+    result = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), *MACHINE])
+    assert result.exit_code == 2
+    assert "hidden_size is missing" in result.stderr

@@ -25,6 +25,8 @@ __global__ void gptq_kernel(Groups m, T* __restrict__ out, int64_t tiles_across,
   constexpr int kRows = 64, kColumns = 128, kPer = 32 / kBits;
   constexpr uint32_t kMask = (1u << kBits) - 1;
   __shared__ Tile<T, kRows, kColumns> tile;
+  // Whether the columns of a word share a group.
+  const bool whole_groups = !m.g_idx && m.group_size % kPer == 0;
   const int64_t row0 = blockIdx.x / tiles_across * kRows;
   const int64_t column0 = blockIdx.x % tiles_across * kColumns;
   const int rows = static_cast<int>(min(m.rows - row0, int64_t{kRows}));
@@ -35,17 +37,29 @@ __global__ void gptq_kernel(Groups m, T* __restrict__ out, int64_t tiles_across,
     const int64_t k0 = column0 + column;
     const uint4 quad = load_words(m.codes + k0 / kPer * m.rows + row0 + row, wide_in);
     const uint32_t words[4] = {quad.x, quad.y, quad.z, quad.w};
+    int64_t group[kPer];
+    if (whole_groups) {
+      const int64_t one = group_of(m, k0);
+#pragma unroll
+      for (int k = 0; k < kPer; ++k) group[k] = one;
+    } else {
+#pragma unroll 1
+      for (int k = 0; k < kPer; ++k) group[k] = group_of(m, k0 + k);
+    }
+#pragma unroll 1
     for (int c = 0; c < 4; ++c) {
       const int64_t n = row0 + row + c;
+      const int shift = static_cast<int>(n % kPer) * kBits;
       float v[kPer], scale = 0.0f, zero = 0.0f;
       int64_t last = -1;
 #pragma unroll
       for (int k = 0; k < kPer; ++k) {
-        const int64_t group = group_of(m, k0 + k);
-        if (group != last) {
-          last = group;
-          scale = scale_at(m, group * m.rows + n);
-          zero = static_cast<float>(group_zero(m, group, n));
+        if (group[k] != last) {
+          last = group[k];
+          scale = scale_at(m, last * m.rows + n);
+          const uint32_t zeros = static_cast<uint32_t>(m.zeros[last * (m.rows / kPer) + n / kPer]);
+          const uint32_t stored = (zeros >> shift) + static_cast<uint32_t>(m.zero_offset);
+          zero = static_cast<float>(stored & kMask);
         }
         v[k] = __fmul_rn(static_cast<float>(words[c] >> k * kBits & kMask) - zero, scale);
       }

@@ -234,3 +234,13 @@ def test_weights_of_products_are_counted_once():
     assert products(model, model._trainstream_session) == (sum(p.numel() for p in wide.values()),) * 2
     model.config.num_experts = 8
     assert products(model, model._trainstream_session) is None
+
+
+def test_a_run_too_short_for_a_trace_says_so(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRAINSTREAM_TRACE", str(tmp_path / "trace.json"))
+    model, optimizer = wrapped(tmp_path / "events.jsonl", monkeypatch)
+    steps(model, optimizer, 2)
+    trainstream.unwrap(model)
+    notes = of_kind(read_lines(tmp_path / "events.jsonl")[0], "note")
+    assert "the run ended before its steps settled" in notes[-1]["text"]
+    assert not (tmp_path / "trace.json").exists()

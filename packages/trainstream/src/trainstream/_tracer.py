@@ -95,6 +95,7 @@ class Tracer:
             return
         self.done = True
         if self._profiler is None or self._recorder is None:
+            session.events.add(f"no trace is written to {self.path}: the run ended before its steps settled")
             return
         self._end_span()
         if session.plan.device.startswith("cuda"):

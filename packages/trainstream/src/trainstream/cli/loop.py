@@ -193,13 +193,8 @@ def train(
                 optimizer.zero_grad(set_to_none=True)
                 restore_random_state(before_step)
                 return
-            loss = chunked_loss(model, to_device(micro, device), items, settings.loss_chunk_size)
-            loss.backward()  # type: ignore[no-untyped-call]
-            step_loss += loss.detach()
-        trained = sum(micro["input_ids"].numel() for micro in batches)
-        session = session_of(model)
-        if session is not None:
-            session.tell(trained)  # for the event file
+            step_loss += _micro_batch(model, micro, items, settings.loss_chunk_size, device)
+        trained = _told(model, batches)
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad(set_to_none=True)
@@ -210,6 +205,29 @@ def train(
         _report(model, scheduler, settings, total_steps, progress, console, since_log)
         if save_steps and progress.step % save_steps == 0 and progress.step < total_steps:
             save()
+
+
+def _told(model: Any, batches: list[dict[str, torch.Tensor]]) -> int:
+    """Count the tokens of a step, and tell the event file."""
+    trained = sum(micro["input_ids"].numel() for micro in batches)
+    session = session_of(model)
+    if session is not None:
+        session.tell(trained)
+    return trained
+
+
+def _micro_batch(
+    model: Any, micro: dict[str, torch.Tensor], items: int, chunk_size: int, device: torch.device
+) -> torch.Tensor:
+    """Run forward and backward; where memory runs out, room is made and both run again."""
+
+    def run() -> torch.Tensor:
+        loss = chunked_loss(model, to_device(micro, device), items, chunk_size)
+        loss.backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
+
+    session = session_of(model)
+    return run() if session is None else session.replayed(run)
 
 
 def chunked_loss(model: Any, micro: dict[str, torch.Tensor], items: int, chunk_size: int) -> torch.Tensor:

@@ -78,7 +78,9 @@ def phases(case: Case, device: str) -> dict[tuple[str, str], tuple[Callable[[], 
         outs = outs if isinstance(outs, tuple) else (outs,)
         grads = tuple(torch.randn_like(out) for out in outs)
         found[name, "backward"] = (
-            functools.partial(torch.autograd.grad, outs, trained, grads, retain_graph=True),
+            functools.partial(
+                torch.autograd.grad, outs, trained, grads, retain_graph=True, allow_unused=True
+            ),
             case.backward_bytes,
         )
     for phase, moved in (("forward", case.moved_bytes), ("backward", case.backward_bytes)):

@@ -7,7 +7,7 @@ import torch
 import ts_fused
 from ts_core.errors import ArgumentError, ArgumentTypeError
 from ts_core.testing import assert_bit_equal, devices, make_tensor, opcheck_all
-from ts_fused import _C, _ops
+from ts_fused import _C, _ops, reference
 
 
 def samples(device):
@@ -176,7 +176,7 @@ def test_examples_in_the_docstrings():
         ts_fused.rotary,
         ts_fused.gated_mlp,
         ts_fused.chunked_cross_entropy,
-        ts_fused.reference,
+        reference,
     ):
         module = sys.modules[module.__module__] if callable(module) else module
         failed, tried = doctest.testmod(module, extraglobs={"torch": torch})

@@ -16,6 +16,7 @@ except ImportError as error:
         "./packages/ts-fused"
     ) from error
 
+from .checked import FusedCheck, FusedPatch, check_fused, patch_fused
 from .cross_entropy import causal_lm_loss, chunked_cross_entropy
 from .gated_mlp import gated_mlp
 from .logprobs import sequence_logprobs
@@ -26,11 +27,14 @@ from .rotary import rotary
 
 __version__ = version("ts-fused")
 __all__ = [
+    "FusedCheck",
+    "FusedPatch",
     "LoraAdapter",
     "LoraProjection",
     "PreferenceLoss",
     "add_rms_norm",
     "causal_lm_loss",
+    "check_fused",
     "chunked_cross_entropy",
     "dpo_loss",
     "gated_mlp",
@@ -38,6 +42,7 @@ __all__ = [
     "lora_linear",
     "lora_linears",
     "orpo_loss",
+    "patch_fused",
     "rms_norm",
     "rotary",
     "sequence_logprobs",

@@ -1,0 +1,112 @@
+"""Linear layers with plain LoRA adapters, in the form that PEFT gives them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ._compare import Verdict, differences, random_linear, random_tensor, run_with_gradients
+from .lora import LoraAdapter, LoraProjection, lora_linear
+
+__all__ = ["check_lora", "looks_like_lora", "lora_projection"]
+
+
+def looks_like_lora(module: Any) -> bool:
+    """Tell whether a module holds a linear layer and adapters beside it."""
+    there = all(hasattr(module, n) for n in ("base_layer", "lora_A", "lora_B", "scaling", "active_adapters"))
+    return there and type(module.base_layer).forward is nn.Linear.forward
+
+
+def _hooked(module: nn.Module) -> bool:
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" in module.__dict__ or any(getattr(module, name) for name in hooks)
+
+
+def _plain_factor(module: Any) -> bool:
+    return type(module).forward is nn.Linear.forward and module.bias is None and not _hooked(module)
+
+
+def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
+    """Describe a layer as it stands, or return None where its own code must run.
+
+    Its own code runs while adapters are disabled or merged, for DoRA and other variants, with dropout, with
+    hooks on one of the parts, with a trained base, and where input and base differ in dtype.
+    """
+    base = layer.base_layer
+    if layer.disable_adapters or layer.merged or _hooked(base):
+        return None
+    variants = getattr(layer, "lora_variant", None) or {}
+    adapters = []
+    for name in layer.active_adapters:
+        if name not in layer.lora_A:
+            continue
+        a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
+        drops = not isinstance(dropout, nn.Identity) and layer.training and getattr(dropout, "p", 1.0) != 0.0
+        if name in variants or drops or not _plain_factor(a) or not _plain_factor(b):
+            return None
+        if not (a.weight.is_floating_point() and a.weight.device == b.weight.device == x.device):
+            return None
+        adapters.append(LoraAdapter(a.weight, b.weight, float(layer.scaling[name])))
+    weight, bias = base.weight, base.bias
+    autocast = torch.is_autocast_enabled(x.device.type)
+    fits = autocast or (weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype))
+    if not fits or weight.requires_grad or weight.dim() != 2 or weight.device != x.device or x.dim() == 0:
+        return None
+    return LoraProjection(weight, adapters, bias)
+
+
+def _twin(layer: Any, device: torch.device, dtype: torch.dtype) -> Any:
+    """Make a small layer of the same class, with random factors: fresh ones are zero and hide mistakes."""
+    twin: Any = object.__new__(type(layer))
+    twin.__dict__ = dict(layer.__dict__)
+    base = random_linear(12, 20, device, dtype, 0, bias=True).requires_grad_(False)
+    a, b = nn.ModuleDict(), nn.ModuleDict()
+    for i, name in enumerate(layer.lora_A):
+        biases = [
+            getattr(factors[name], "bias", None) is not None for factors in (layer.lora_A, layer.lora_B)
+        ]
+        a[name] = random_linear(12, 3, device, dtype, 2 * i + 1, bias=biases[0])
+        b[name] = random_linear(3, 20, device, dtype, 2 * i + 2, bias=biases[1])
+    drop = nn.ModuleDict({name: nn.Identity() for name in layer.lora_dropout})
+    twin.__dict__["_modules"] = {
+        **layer._modules, "base_layer": base, "lora_A": a, "lora_B": b, "lora_dropout": drop,
+    }  # fmt: skip
+    twin.__dict__["_disable_adapters"] = False
+    twin.__dict__["merged_adapters"] = []
+    return twin
+
+
+def _run(x: Tensor, projection: LoraProjection) -> Tensor:
+    return lora_linear(x, projection.weight, projection.adapters, projection.bias)
+
+
+def check_lora(layer: Any, device: torch.device, dtype: torch.dtype) -> Verdict:
+    """Compare a small layer of the same class, then give the layer its fused path."""
+    total = Verdict()
+    for kind in dict.fromkeys((torch.float32, dtype)):
+        twin = _twin(layer, device, kind)
+        x = random_tensor((2, 3, 12), device, kind, 0).requires_grad_()
+        projection = lora_projection(twin, x)
+        if projection is None:
+            return Verdict(reason="its adapters are not plain ones: a variant, a bias, a hook")
+        inputs = (x, *(t for adapter in projection.adapters for t in adapter[:2]))
+        theirs = run_with_gradients(lambda x, *_, m=twin: type(m).forward(m, x), inputs)
+        ours = run_with_gradients(
+            lambda x, *_, p=projection: lora_linear(x, p.weight, p.adapters, p.bias), inputs
+        )
+        found = differences(ours, theirs, kind)
+        if found.reason:
+            return found
+        total = total.and_(found)
+    own = layer.forward
+
+    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
+        if not args and not kwargs and isinstance(x, Tensor) and x.is_floating_point():
+            projection = lora_projection(layer, x)
+            if projection is not None:
+                return _run(x, projection)
+        return own(x, *args, **kwargs)
+
+    return total.with_forward("linear", forward)

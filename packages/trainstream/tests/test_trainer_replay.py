@@ -4,7 +4,8 @@ import pytest
 import torch
 from test_trainer import arguments, build, random_rows
 
-from trainstream.integrations.huggingface import TrainStreamTrainer
+from trainstream.cli import loop
+from trainstream.integrations.huggingface import TrainStreamTrainer, wrap_hf
 from ts_core import headroom, memory
 from ts_core.errors import DoesNotFitError
 
@@ -62,3 +63,26 @@ def test_evaluation_refuses_before_the_kernel_ends_the_process(tmp_path, monkeyp
     monkeypatch.setattr(headroom, "_SHARE", 0)
     with pytest.raises(DoesNotFitError, match=r"\[evaluate\] .*eval_accumulation_steps"):
         trainer.evaluate()
+
+
+def test_the_loop_of_finetune_runs_a_micro_batch_again(monkeypatch):
+    model, _ = wrap_hf(build(), None, lr=1e-2)
+    rows = torch.stack([row["input_ids"] for row in random_rows(2)])
+    micro, items = {"input_ids": rows, "labels": rows}, 16
+    expected = loop._micro_batch(model, micro, items, 8, torch.device("cpu"))
+    grads = {name: p.grad.clone() for name, p in model.named_parameters()}
+    model.zero_grad()
+    real, calls = loop.chunked_loss, []
+
+    def short_of_memory(*args):
+        calls.append(1)
+        loss = real(*args)
+        if len(calls) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return loss
+
+    monkeypatch.setattr(loop, "chunked_loss", short_of_memory)
+    assert torch.equal(loop._micro_batch(model, micro, items, 8, torch.device("cpu")), expected)
+    assert len(calls) == 2
+    for name, p in model.named_parameters():
+        assert torch.equal(p.grad, grads[name]), name

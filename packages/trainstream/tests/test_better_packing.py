@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import trainstream
+from ts_core.errors import OptionError
 from ts_core.testing import assert_bit_equal, seeded
 from ts_quant import Meta, QuantizedTensor, dequantize, quantize, quantize_model
 from ts_quant.error_fit import quantize_with_error
@@ -199,3 +200,11 @@ def test_quantized_scales_and_a_weight_moved_up():
 def test_no_scales_without_a_codec():
     model, _ = trainstream.wrap(frozen(), quantize="none", double_quant=True)
     assert "double_quant=True: ignored: no weight is packed here" in events(model)
+
+
+@pytest.mark.parametrize("codec", ["nvfp4", "mxfp8"])
+def test_formats_without_such_scales_refuse(codec):
+    model = frozen()
+    with pytest.raises(OptionError, match="double_quant"):
+        trainstream.wrap(model, quantize=codec, double_quant=True)
+    assert not packed(model)

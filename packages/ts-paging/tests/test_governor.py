@@ -384,3 +384,35 @@ def test_whatever_is_decided_the_bits_are_the_same(passes, fallback, slots):
             assert_bit_equal(got, wanted)
         assert value + governor.kept <= max(governor.room, value)
         governor.learn(transient)
+
+
+def test_after_an_overrun_passes_of_that_size_keep_nothing_and_smaller_ones_still_do():
+    plain = build()
+    model, _, governor, _ = measured(rows=8)
+    assert governor.keepers == 1  # the one that was measured
+    step(model, batch(8))
+    assert governor.policies == ["keep"] * DEPTH
+    assert governor.keepers == DEPTH
+    governor.overrun()
+    assert governor.keepers == governor.kept == 0
+    for rows, policy in ((8, "recompute"), (4, "keep"), (9, "recompute"), (7, "keep")):
+        loss, grads = step(model, batch(rows))
+        assert governor.policies == [policy] * DEPTH, rows
+        expected, others = step(plain, batch(rows))
+        assert loss == expected
+        for got, want in zip(grads, others, strict=True):
+            assert_bit_equal(got, want)
+    governor.overrun()  # at 7 rows
+    step(model, batch(7))
+    assert governor.policies == ["recompute"] * DEPTH
+
+
+@given(st.integers(0, 1 << 30), st.floats(1, 8))
+def test_what_a_larger_pass_needs_grows_with_its_input(transient, growth):
+    model = build(2)
+    _, governor, _ = govern(model)
+    assert governor.need(growth) is None
+    step(model, batch(4))
+    governor.learn(transient)
+    assert governor.need(growth) == int(transient * growth)
+    assert governor.need(1.0) == transient

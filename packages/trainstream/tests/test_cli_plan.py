@@ -52,7 +52,7 @@ def answer(result):
 
 
 def test_an_answer_for_people(ask):
-    result = ask(LARGE, *MACHINE, "--batch", "4")
+    result = ask(LARGE, *MACHINE)
     assert result.exit_code == 0
     for word in (
         "14.8 B weights",
@@ -130,7 +130,7 @@ def test_rates_can_be_given(ask, tmp_path):
 
 
 def test_options_reach_the_plan(ask):
-    nf4 = answer(ask(LARGE, *MACHINE, "--json", "--quantize", "nf4", "--batch", "8", "--micro-batch", "2"))
+    nf4 = answer(ask(LARGE, *MACHINE, "--json", "--quantize", "nf4", "--batch", "2", "--micro-batch", "2"))
     assert nf4["plan"]["numerics"]["quantize"] == "nf4"
     assert nf4["micro_batch"] == 2
     assert {b["codec"] for b in nf4["plan"]["blocks"] if b["kind"] == "block"} == {"nf4"}

@@ -13,7 +13,7 @@ from ts_core.plan import Plan
 from ts_core.search import search
 
 
-@given(problems())
+@given(problems(most=3))
 def test_a_plan_written_out_is_the_plan_in_counts(problem):
     spec, job, _, room = problem
     try:

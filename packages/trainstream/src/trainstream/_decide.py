@@ -297,6 +297,7 @@ def _refusal(
         f"{name} of at least {format_bytes(need)}, and for activations of 2,048 tokens about "
         f"{format_bytes(reserve_for(inventory))} more"
     ]
+    hints = _wider(specs, forced, own, bounds.budgets, hints)
     if bounds.cap is not None and bounds.others:
         hints.insert(0, f"{format_bytes(bounds.others)} less of other things that this process holds")
     if options.param_offload != "auto" and not all(forced):
@@ -310,6 +311,32 @@ def _refusal(
         hints.append(f"fewer trained parameters than {trained:,} (LoRA)")
     hints.append("disk_offload= and disk_budget= with more room, or check_memory=False to try all the same")
     return f"wrap(model): {problem}. What would help: {'; '.join(hints)}"
+
+
+def _wider(
+    specs: list[GroupSpec],
+    forced: Sequence[bool],
+    own: frozenset[int],
+    budgets: Budgets,
+    of_device: list[str],
+) -> list[str]:
+    """Return hints about single budgets, each planned with: one that alone does not help is not named."""
+
+    def planned(**more: int) -> Layout | None:
+        try:
+            space = dataclasses.replace(budgets, **more)
+            return place(specs, space, forced=list(forced), slots=1, settled=own)
+        except DoesNotFitError:
+            return None
+
+    unlimited = 1 << 62
+    # What is written is rounded, by less than 1 %.
+    hints = of_device if planned(device=unlimited) else []
+    if budgets.host is not None and (layout := planned(host=unlimited)) is not None:
+        hints = [*hints, f"{format_bytes(int(layout.host_bytes * 1.01))} of RAM that may be used"]
+    if (layout := planned(disk=unlimited)) is not None:
+        hints = [*hints, f"{format_bytes(int(layout.disk_bytes * 1.01))} of disk that may be used"]
+    return hints or of_device
 
 
 def optimizer_tier(tier: str, trained: bool, device: torch.device, settling: bool) -> str:

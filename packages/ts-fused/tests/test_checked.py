@@ -380,6 +380,23 @@ def test_patching_a_model_and_undoing_it():
     assert list(patch_fused(model, kinds=["rms_norm"]).reports) == ["norm"]
 
 
+def test_a_copy_of_a_patched_model_is_a_model_of_its_own():
+    model = nn.ModuleDict(
+        {"norm": LlamaNorm(), "mlp": MLP(nn.SiLU()), "lora": Layer(), "attention": attention(halves)}
+    )
+    patch_fused(model)
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    x, angles = torch.randn(2, 5, 32), torch.randn(1, 5, 16)
+    for name in ("norm", "mlp", "lora"):
+        assert copied[name](x).any(), name
+        assert not model[name](x).any(), name
+    assert copied["attention"](x, (angles, angles)).any()
+    assert not model["attention"](x, (angles, angles)).any()
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 def test_a_patched_model_compiles():
     model = nn.Sequential(LlamaNorm(), MLP(nn.SiLU()))

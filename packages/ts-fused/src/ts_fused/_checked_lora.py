@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import types
 from typing import Any
 
 import torch
@@ -100,13 +101,12 @@ def check_lora(layer: Any, device: torch.device, dtype: torch.dtype) -> Verdict:
         if found.reason:
             return found
         total = total.and_(found)
-    own = layer.forward
+    return total.with_forward("linear", types.MethodType(_forward, layer))
 
-    def forward(x: Any, *args: Any, **kwargs: Any) -> Any:
-        if not args and not kwargs and isinstance(x, Tensor) and x.is_floating_point():
-            projection = lora_projection(layer, x)
-            if projection is not None:
-                return _run(x, projection)
-        return own(x, *args, **kwargs)
 
-    return total.with_forward("linear", forward)
+def _forward(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    if not args and not kwargs and isinstance(x, Tensor) and x.is_floating_point():
+        projection = lora_projection(layer, x)
+        if projection is not None:
+            return _run(x, projection)
+    return type(layer).forward(layer, x, *args, **kwargs)

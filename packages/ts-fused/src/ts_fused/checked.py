@@ -6,6 +6,7 @@ random input beside the fused path. What does not agree, or is not recognised, i
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -92,14 +93,12 @@ def _compare_norm(
     return differences(ours, theirs, dtype, exact_rounding=True)
 
 
-def _norm_forward(module: Any, name: str, offset: float) -> Callable[..., Any]:
-    own = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
+def _norm_forward(name: str, offset: float) -> Callable[..., Any]:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(x, Tensor) and x.dtype in FLOATS and module.weight.dtype in FLOATS:
             return rms_norm(x, module.weight, getattr(module, name), offset=offset)
-        return own(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
     return forward
 
@@ -117,7 +116,9 @@ def _check_norm(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
                 break
             total = total.and_(found)
         else:
-            return total.with_forward(f"offset {offset:.0f}", _norm_forward(module, name, offset))
+            return total.with_forward(
+                f"offset {offset:.0f}", types.MethodType(_norm_forward(name, offset), module)
+            )
     assert first is not None
     return first
 
@@ -191,15 +192,14 @@ def _check_mlp(module: nn.Module, device: torch.device, dtype: torch.dtype) -> V
         if found.reason:
             return found
         total = total.and_(found)
-    own = module.forward
 
-    def forward(*args: Any, **kwargs: Any) -> Any:
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
         if isinstance(x, Tensor) and x.dtype in FLOATS:
             return _mlp(module, x, activation)
-        return own(*args, **kwargs)
+        return type(module).forward(module, *args, **kwargs)
 
-    return total.with_forward(activation, forward)
+    return total.with_forward(activation, types.MethodType(forward, module))
 
 
 def _mlp(module: Any, x: Tensor, activation: str) -> Any:

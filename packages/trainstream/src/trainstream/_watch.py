@@ -48,7 +48,7 @@ class Entrance:
         """Call `enter`, or nothing."""
         self._enter = enter
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now
     def __call__(self, *given: Any) -> None:
         """Pass it on."""
         if self._enter is not None:

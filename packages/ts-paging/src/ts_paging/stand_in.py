@@ -32,12 +32,12 @@ class StandIn:
         """Call what stood here before: others have put a function around this one, and keep it."""
         self._run = self.__wrapped__
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call what stands in."""
         return self._run(*args, **kwargs)
 
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    @torch._disable_dynamo  # as torch.compiler.disable, which would import the compiler here and now
     def with_weights(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """What `ts_core.paged.with_weights` calls."""
         return self._block.seated().compute(function, args, kwargs)

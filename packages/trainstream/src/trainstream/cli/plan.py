@@ -209,6 +209,8 @@ def _job(asked: Asked, cpu: bool) -> Job:
         packings=_packings(names if wanted in ("auto", "none") else (wanted,)),
         # Adapters stay on the device with all of their state.
         moments=(chosen,) if chosen != "auto" else formats[:1] if asked.lora else formats,
+        # With every weight trained there are many more placements, and a third slot gains next to nothing.
+        slots=(2, 3) if asked.lora else (2,),
         prefer=choice("prefer", asked.prefer, ("exact", "speed")),
         spare_files=not cpu,
     )

@@ -31,10 +31,11 @@ __all__ = [
 
 IGNORE = -100
 #: Model types whose documents were seen not to reach each other (tests); others are tried before training.
+#: gpt_oss of transformers 5.24 is not among them: its masks are made without the positions.
 ISOLATING = frozenset(
     {
-        "cohere", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "gpt_oss", "granite", "llama", "mistral",
-        "mixtral", "olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe",
+        "cohere", "deepseek_v3", "gemma2", "gemma3_text", "gpt2", "granite", "llama", "mistral", "mixtral",
+        "olmo2", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3", "starcoder2",
     }
 )  # fmt: skip
 

@@ -148,6 +148,7 @@ class PagedBlock:
         order = {key: index for index, key in enumerate(unique)}
         self.parameters = list(unique.values())
         self._sites = [(place, key, parameter, order[id(parameter)]) for place, key, parameter in sites]
+        self._beside = {id(owner._parameters): owner._buffers for owner in module.modules()}
         with torch._C.DisableTorchFunctionSubclass():
             self.layout = SlotLayout([decoded(parameter) for parameter in self.parameters])
         self.runs = 0
@@ -399,6 +400,8 @@ class PagedBlock:
             self._inside = inside
             for (place, key, _, _), value in zip(self._sites, before, strict=True):
                 place[key] = value
+                # What is no Parameter comes back as a buffer from a parametrization (PEFT's on routers).
+                self._beside[id(place)].pop(key, None)
 
     def _recomputed(
         self, function: Callable[..., Any], leaves: Sequence[Tensor], args: Any, kwargs: Any

@@ -1,0 +1,54 @@
+"""Wrapped models of many architectures train as the plain ones do: losses, every gradient, every weight.
+
+Each architecture runs in two ways that hold every value between them; all eight with
+HYPOTHESIS_PROFILE=nightly. `docs/support.md` is made of the same runs.
+"""
+
+import itertools
+import os
+
+import pytest
+import torch
+from architectures import ARCHITECTURES, CODECS, PLACES, TRAININGS, compare, isolated
+
+from ts_core.errors import OptionError
+
+LEAKS = ("gpt-oss",)  # transformers makes its masks without the positions
+NIGHTLY = os.environ.get("HYPOTHESIS_PROFILE") == "nightly"
+ALL = list(itertools.product(TRAININGS, CODECS, PLACES))
+FEW = (
+    [("LoRA", "nf4", "paged"), ("full", "none", "paged")],
+    [("full", "nf4", "paged"), ("LoRA", "none", "resident")],
+)
+CASES = [
+    (name, *case) for index, name in enumerate(ARCHITECTURES) for case in (ALL if NIGHTLY else FEW[index % 2])
+]
+# What PEFT says of names that transformers renamed, of tied heads and of experts without a rank of their own.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+    pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*"),
+    pytest.mark.filterwarnings("ignore:.*(rank|alpha)_pattern:RuntimeWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread():
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(("name", "training", "codec", "place"), CASES)
+def test_it_trains_as_the_plain_model_does(name, training, codec, place):
+    count = compare(name, training, codec, place)
+    assert (count > 0) == (codec != "none")
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_packed_documents_do_not_reach_each_other_or_are_refused(name):
+    if name in LEAKS:
+        with pytest.raises(OptionError, match="reaches the next one"):
+            isolated(name)
+    else:
+        isolated(name)

@@ -25,8 +25,8 @@ on a CPU.
 "yes": five steps of a tiny random model in float32, with every layer type of its class, agree with the plain
 model, with weights resident and paged (one block recomputed, the activations of others offloaded): losses
 within 1e-5, every gradient of every step and every trained weight, by name, within 1e-4 of its norm. Under
-nf4 the plain model has the decoded values; "full, nf4" trains whole layers between packed ones. LoRA is on all
-linear layers. Packing: documents in one row do not reach each other, or the model is refused.
+nf4 the plain model has the decoded values; "full, nf4" trains whole layers between packed ones. LoRA is on
+all linear layers. Packing: documents in one row do not reach each other, or the model is refused.
 
 | architecture | full | LoRA | full, nf4 | LoRA, nf4 | matrices packed | documents packed in rows |
 |---|---|---|---|---|---|---|

@@ -18,9 +18,9 @@ from ts_optim.placement import place_by_size
 from ts_paging.rows import gathers
 from ts_paging.slots import SlotLayout
 from ts_quant import QuantizedTensor
+from ts_quant.codecs import resolve
 from ts_quant.error_fit import fits
 from ts_quant.functional import meta_for
-from ts_quant.codecs import resolve
 from ts_quant.precision import NEXT_CODEC
 
 __all__ = ["Inventory", "Unit", "reserve_for"]

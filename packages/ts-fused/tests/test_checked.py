@@ -45,6 +45,22 @@ class GatedNorm(LlamaNorm):
         return super().forward(hidden_states) * gate
 
 
+class OtherEpsilon(LlamaNorm):
+    """Has an epsilon of the usual name and adds another one."""
+
+    def forward(self, hidden_states):
+        return reference.rms_norm(hidden_states, self.weight, 0.1 * self.variance_epsilon)
+
+
+class EpsilonOutside(LlamaNorm):
+    """Adds epsilon to the root: the same but for small inputs."""
+
+    def forward(self, hidden_states):
+        x = hidden_states.float()
+        x = x / (x.pow(2).mean(-1, keepdim=True).sqrt() + self.variance_epsilon)
+        return self.weight * x.to(hidden_states.dtype)
+
+
 class MLP(nn.Module):
     def __init__(self, act, bias=False):
         super().__init__()
@@ -58,6 +74,14 @@ class MLP(nn.Module):
 class ClampedMLP(MLP):
     def forward(self, x):
         return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x).clamp(max=1.0))
+
+
+class CappedMLP(MLP):
+    """Caps what is far from zero, as some models do."""
+
+    def forward(self, x):
+        gate, up = self.gate_proj(x).clamp(max=10.0), self.up_proj(x).clamp(-10.0, 10.0)
+        return self.down_proj(self.act_fn(gate) * up)
 
 
 class PackedMLP(nn.Module):
@@ -117,10 +141,14 @@ def test_modules_that_agree(device, dtype, make, kind, variant):
         (LateRounding().bfloat16(), "rms_norm", "another order"),
         (MeanNorm(), "rms_norm", "differ"),
         (GatedNorm(), "rms_norm", "did not run"),
+        (OtherEpsilon(), "rms_norm", "differ"),
+        (EpsilonOutside(eps=1e-6), "rms_norm", "differ"),
+        (EpsilonOutside(eps=1e-6).bfloat16(), "rms_norm", "differ"),
         (MLP(nn.GELU()), "gated_mlp", "neither silu nor"),
         (MLP(nn.ReLU()), "gated_mlp", "neither silu nor"),
         (MLP(lambda x: x.relu().square()), "gated_mlp", "neither silu nor"),
         (ClampedMLP(nn.SiLU()), "gated_mlp", "differ"),
+        (CappedMLP(nn.SiLU()), "gated_mlp", "differ"),
         (SwappedMLP(nn.SiLU()), "gated_mlp", "differ"),
         (MLP(nn.SiLU()).double(), "gated_mlp", ""),
         (LlamaNorm().to("meta"), "rms_norm", "no kernel"),

@@ -547,8 +547,9 @@ def test_fits_of_the_error_are_kept(llama_folder, tmp_path, in_files):
 
 
 def test_a_rank_without_packing_is_in_the_receipt(llama_folder):
-    model = load_model(llama_folder, None, error_rank=2)
+    model = load_model(llama_folder, None, error_rank=2, double_quant=True)
     assert "error_rank=2 ignored" in model.trainstream_receipt["reason"]
+    assert "double_quant=True ignored" in model.trainstream_receipt["reason"]
 
 
 @pytest.mark.parametrize("value", ["none", None, False, "auto"])

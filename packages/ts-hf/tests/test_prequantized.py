@@ -1,6 +1,7 @@
 """Checkpoints of quantized weights: kept byte for byte, computed with as their published definition says."""
 
 import json
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -13,6 +14,7 @@ from ts_core import memory
 from ts_core.errors import CheckpointError, DoesNotFitError, OptionError
 from ts_core.testing import seeded
 from ts_hf import load_model
+from ts_hf.prequantized import recognise, take_quantization
 from ts_quant import QuantizedTensor, quantize
 from ts_quant.references import fp_published, groups
 
@@ -419,9 +421,9 @@ def test_what_was_exported_in_16_bits_stays(tmp_path, ids):
 def test_the_options_are_ignored_with_a_word(tmp_path, caplog):
     write(tmp_path / "model", GPTQ, gptq)
     with caplog.at_level("INFO", "trainstream"):
-        model = load_model(tmp_path / "model", quantize="nf4", error_rank=4)
+        model = load_model(tmp_path / "model", quantize="nf4", error_rank=4, double_quant=True)
     assert {tensor.codec for tensor in packed_of(model).values()} == {"gptq"}
-    said = "quantize='nf4', error_rank=4 ignored: the checkpoint's weights are quantized already"
+    said = "quantize='nf4', error_rank=4, double_quant=True ignored: the checkpoint's weights are quantized already"
     assert said in model.trainstream_receipt["reason"]
     assert said in caplog.text
 
@@ -475,6 +477,35 @@ def test_what_is_not_known_is_refused_by_name(named, llama_folder):
     (llama_folder / "config.json").write_text(json.dumps(config))
     with pytest.raises(OptionError, match=rf"{named}.*; read are .*save them as bf16"):
         load_model(llama_folder)
+
+
+DAMAGED = {
+    "quantization_config": ["fp8"],
+    "config_groups": {**compressed_fp8("tensor"), "config_groups": ["group_0"]},
+    "config_groups: group_0": {**compressed_fp8("tensor"), "config_groups": {"group_0": 3}},
+    "weights": {**compressed_fp8("tensor"), "config_groups": {"group_0": {"weights": [8]}}},
+    "sparsity_config": {**compressed_fp8("tensor"), "sparsity_config": "dense"},
+}
+
+
+@pytest.mark.parametrize("where", DAMAGED)
+def test_a_damaged_description_is_named(where):
+    config = SimpleNamespace(quantization_config=DAMAGED[where])
+    with pytest.raises(OptionError, match=rf"{where}: expected named values"):
+        recognise(take_quantization(config, None))
+
+
+def test_stacked_matrices_do_not_share_a_tile():
+    scheme = recognise({"quant_method": "fp8", "weight_block_size": [128, 128]})
+    for rows in (256, 127):  # with 127, as many scales as tiles of all rows together
+        codes, scales = e4m3_bytes(2, rows, 128), torch.rand(2, -(-rows // 128), 1)
+        pieces = {"weight": codes.view(torch.float8_e4m3fn), "weight_scale": scales}
+        if rows % 128:
+            with pytest.raises(CheckpointError, match="inside a tile"):
+                scheme.make("w", pieces, torch.float32)
+            continue
+        want = codes.view(torch.float8_e4m3fn).float() * scales.repeat_interleave(128, 1)
+        assert torch.equal(scheme.make("w", pieces, torch.float32).dequantize(), want)
 
 
 def damage_shape(stored):

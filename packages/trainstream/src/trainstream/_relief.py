@@ -44,7 +44,7 @@ class Relief:
         self.replaying = False
         self._outside: list[nn.Parameter] | None = None
         self._sites: list[tuple[dict[str, Tensor | None], str]] | None = None
-        self._copies: dict[int, tuple[Tensor, Tensor]] = {}
+        self._copies: dict[tuple[int, str], tuple[Tensor, Tensor]] = {}
 
     # -- what a micro-batch needs to run again ---------------------------------------------------------
 
@@ -80,7 +80,7 @@ class Relief:
             buffer = place.get(key)
             if buffer is None or buffer.is_inference():
                 continue
-            copy = self._copy_of(buffer) if buffer.nbytes <= _SMALL_BUFFER_BYTES else None
+            copy = self._copy_of((id(place), key), buffer) if buffer.nbytes <= _SMALL_BUFFER_BYTES else None
             if copy is not None:
                 sources.append(buffer.detach())
                 copies.append(copy)
@@ -89,10 +89,11 @@ class Relief:
             torch._foreach_copy_(copies, sources)
         return found
 
-    def _copy_of(self, buffer: Tensor) -> Tensor:
-        known = self._copies.get(id(buffer))
+    def _copy_of(self, site: tuple[int, str], buffer: Tensor) -> Tensor:
+        # By site: a module may put a new tensor there in each pass, and the old ones must not add up.
+        known = self._copies.get(site)
         if known is None or known[0] is not buffer:
-            known = self._copies[id(buffer)] = buffer, torch.empty_like(buffer, requires_grad=False)
+            known = self._copies[site] = buffer, torch.empty_like(buffer, requires_grad=False)
         return known[1]
 
     def _forget(self) -> None:

@@ -106,6 +106,7 @@ class Watch:
         self._inside: list[nn.Module] = []
         self._graphs: weakref.WeakSet[_Graph] = weakref.WeakSet()
         self._shrunk = False
+        self._freed = 0
 
     # -- passes ------------------------------------------------------------------------------------------
 
@@ -232,7 +233,7 @@ class Watch:
                 more = governor.kept + (governor.need(1.0) or 0)
             else:  # what it has taken at its peak, loading included
                 peak = int(session.history[-1]["host_peak_bytes"]) if session.history else 0
-                more = max(peak - host_usage().resident_bytes, 0)
+                more = max(peak - self._freed - host_usage().resident_bytes, 0)
             self._follow(used + available, used + more, "RAM")
             available = memory.host_budget().available_bytes
         if available < least:
@@ -260,7 +261,12 @@ class Watch:
             session.events.add(f"{what} has room again: {format_bytes(most)} can be used, as planned")
         self._shrunk = less
         if less and over > 0:
-            session.relief.make_room(over, f"a step takes {format_bytes(peak)}")
+            freed = session.relief.make_room(over, f"a step takes {format_bytes(peak)}")
+            # A step needs less from now on: a peak of before would say again and again that it does not fit.
+            if self._cuda:
+                torch.cuda.reset_peak_memory_stats(session.plan.device)
+            else:  # that of a process cannot be reset
+                self._freed += freed
 
     def _save_from_the_kernel(self, available: int, least: int) -> None:
         """Move what can be moved to files; refuse to go on if that is not enough.

@@ -81,10 +81,10 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 
 def _compare_norm(
-    module: nn.Module, eps: float, offset: float, device: torch.device, dtype: torch.dtype
+    module: nn.Module, eps: float, offset: float, device: torch.device, dtype: torch.dtype, scale: float
 ) -> Verdict:
     hidden = module.weight.numel()  # type: ignore[operator]
-    x = random_tensor((3, 5, hidden), device, dtype, 0).requires_grad_()
+    x = random_tensor((3, 5, hidden), device, dtype, 0).mul_(scale).requires_grad_()
     weight = random_tensor((hidden,), device, dtype, 1).requires_grad_()
     theirs = run_with_gradients(
         lambda x, w: torch.func.functional_call(module, {"weight": w}, (x,)), (x, weight)
@@ -106,11 +106,13 @@ def _norm_forward(name: str, offset: float) -> Callable[..., Any]:
 def _check_norm(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Verdict:
     name = _epsilon_name(module)
     assert name is not None
-    first = None
+    first, eps = None, getattr(module, name)
+    # Where the mean square is about eps: elsewhere one cannot see which eps is added, and to what.
+    small = eps**0.5 if eps > 0.0 else 1e-3
     for offset in (0.0, 1.0):
         total = Verdict()
-        for kind in dict.fromkeys((torch.float32, dtype)):
-            found = _compare_norm(module, getattr(module, name), offset, device, kind)
+        for kind, scale in dict.fromkeys(((torch.float32, 1.0), (torch.float32, small), (dtype, 1.0))):
+            found = _compare_norm(module, eps, offset, device, kind, scale)
             if found.reason:
                 first = first or found
                 break
@@ -177,14 +179,15 @@ def _check_mlp(module: nn.Module, device: torch.device, dtype: torch.dtype) -> V
         return Verdict(reason=f"{name} is neither silu nor the tanh form of gelu")
     paired = "gate_proj" in dict(module.named_children())
     total = Verdict()
-    for kind in dict.fromkeys((torch.float32, dtype)):
+    # Large values too: some models cap gate and up.
+    for kind, scale in dict.fromkeys(((torch.float32, 1.0), (torch.float32, 30.0), (dtype, 1.0))):
         sizes = {n: (16, 24) for n in _PAIR[:2]} if paired else {"gate_up_proj": (16, 48)}
         small: dict[str, nn.Module] = {
             name: random_linear(*size, device, kind, seed)
             for seed, (name, size) in enumerate({**sizes, "down_proj": (24, 16)}.items())
         }
         twin = _twin(module, small)
-        x = random_tensor((2, 3, 16), device, kind, 0).requires_grad_()
+        x = random_tensor((2, 3, 16), device, kind, 0).mul_(scale).requires_grad_()
         inputs = (x, *(weight for linear in small.values() for weight in linear.parameters()))
         theirs = run_with_gradients(lambda *t, m=twin: type(m).forward(m, t[0]), inputs)
         ours = run_with_gradients(lambda *t, m=twin: _mlp(m, t[0], activation), inputs)

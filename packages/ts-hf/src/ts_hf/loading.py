@@ -151,6 +151,8 @@ def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tup
         require_ram("load_model", _bytes_as(codec, model, names, options), _WITH_LESS_RAM)
     if options.fit[0] and codec is None:
         reason += f"; error_rank={options.fit[0]} ignored: nothing is packed"
+    if options.double_quant and codec is None:
+        reason += "; double_quant=True ignored: nothing is packed"
     double = options.double_quant
     return Packing(codec, options.block_size, names, skipped, home, options.fit, double_quant=double), reason
 
@@ -160,6 +162,7 @@ def _kept_reason(options: _Options, method: str) -> str:
     reason = f"kept as published: {method}"
     asked = [f"quantize={options.quantize!r}"] if options.quantize not in ("auto", None) else []
     asked += [f"error_rank={options.fit[0]}"] if options.fit[0] else []
+    asked += ["double_quant=True"] if options.double_quant else []
     if asked:
         reason += f"; {', '.join(asked)} ignored: the checkpoint's weights are quantized already"
     return reason

@@ -127,6 +127,13 @@ def _number(stored: Mapping[str, Any], names: tuple[str, ...], default: Any) -> 
     return value
 
 
+def _named(value: Any, what: str) -> Mapping[str, Any]:
+    """Take an entry of the config that holds named values; none of it is an empty one."""
+    if value is not None and not isinstance(value, Mapping):
+        raise OptionError(f"{what}: expected named values, given {value!r}; config.json is damaged")
+    return value or {}
+
+
 def _flat_groups(g_idx: torch.Tensor, group_size: int) -> bool:
     return torch.equal(g_idx.long(), torch.arange(g_idx.numel()) // group_size)
 
@@ -205,6 +212,8 @@ def _fp8(tile: tuple[int, int] | None) -> Builder:
         size = (0, 0)
         if scale.numel() > 1:
             size = (1, 0) if tile is None or (scale.numel() == rows != 1 and scale.shape[-1] == 1) else tile
+        if codes.dim() > 2 and size[0] > 1 and codes.shape[-2] % size[0]:
+            raise ValueError(f"matrices of {codes.shape[-2]} rows in a stack end inside a tile of {size[0]}")
         count = [-(-n // (m or n or 1)) for n, m in zip((rows, codes.shape[-1]), size, strict=True)]
         meta = FP8_EXPORT_CODEC.describe(*size, scales=scale.dtype)
         packed = {"codes": _bits(codes).flatten(0, -2), "scales": scale.reshape(count)}
@@ -269,15 +278,16 @@ def _mxfp4(stored: Mapping[str, Any]) -> Scheme:
 
 
 def _compressed(stored: Mapping[str, Any]) -> Scheme:
-    groups = stored.get("config_groups")
-    groups = list(groups.values()) if isinstance(groups, Mapping) else []
-    if (stored.get("sparsity_config") or {}).get("format", "dense") != "dense":
+    named = _named(stored.get("config_groups"), "quantization_config: config_groups")
+    groups = [_named(group, f"quantization_config: config_groups: {key}") for key, group in named.items()]
+    sparsity = _named(stored.get("sparsity_config"), "quantization_config: sparsity_config")
+    if sparsity.get("format", "dense") != "dense":
         raise _unknown("compressed-tensors with sparse weights", "its dense formats")
     if stored.get("transform_config"):
         raise _unknown("compressed-tensors with transforms of activations", "formats without them")
     formats = {str(group.get("format") or stored.get("format")) for group in groups}
     formats |= set() if formats else {str(stored.get("format"))}
-    plans = [group.get("weights") or {} for group in groups]
+    plans = [_named(group.get("weights"), "quantization_config: weights") for group in groups]
     if formats == {"nvfp4-pack-quantized"}:
         pieces = ("weight_packed", "weight_scale", "weight_global_scale")
         suffixes = {f".{piece}": (".weight", piece) for piece in pieces}
@@ -348,7 +358,7 @@ def recognise(stored: Mapping[str, Any]) -> Scheme:
 
 
 def _plain(stored: Any) -> dict[str, Any]:
-    made = stored if isinstance(stored, Mapping) else stored.to_dict()
+    made = stored.to_dict() if hasattr(stored, "to_dict") else _named(stored, "quantization_config")
     return {key: getattr(value, "value", value) for key, value in made.items()}
 
 
@@ -364,6 +374,7 @@ def take_quantization(config: Any, folder: Path | None) -> dict[str, Any] | None
 
     Raises:
         CheckpointError: ModelOpt's file is damaged.
+        OptionError: The entry of the config is.
     """
     found: dict[str, Any] | None = None
     for part in (config, getattr(config, "text_config", None)):

@@ -9,6 +9,7 @@ import math
 import shlex
 import time
 import warnings
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -26,10 +27,12 @@ from trainstream.cli.data import load_data, read_sources, spread
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import FIXED_ON_RESUME, Settings, changed, merge
 from trainstream.integrations._plan_file import read_plan, write_plan
+from ts_core import registry
 from ts_core.errors import CheckpointError, OptionError, StorageError
 from ts_core.memory import format_bytes
 from ts_core.usage import PeakSampler
 from ts_hf.tokens import Rows
+from ts_quant import QuantizedTensor
 
 __all__ = ["run"]
 
@@ -425,7 +428,9 @@ class _Run:
         }
 
     def _codec(self) -> str:
-        return self.settings.quantize or ("nf4" if self.settings.method == "lora" else "none")
+        """How the base is stored: most of its packed weights; a file's own format may have been kept."""
+        packed = Counter(p.codec for p in self.model.parameters() if isinstance(p, QuantizedTensor))
+        return packed.most_common(1)[0][0] if packed else "none"
 
     def _finish(self, result: dict[str, Any]) -> None:
         progress, console = self.progress, self.console
@@ -491,9 +496,11 @@ def _summary_lines(summary: dict[str, Any]) -> Iterator[str]:
     if summary["base"]:
         kind = "decoded base" if summary["decoded"] else "base"
         yield f"{kind:16} {summary['base']}"
-        if not summary["decoded"] and summary["quantize"] != "none":
+        # A base kept as it was published is the one that the adapter was trained on.
+        codec = summary["quantize"]
+        if not summary["decoded"] and codec != "none" and getattr(registry.codec(codec), "encodes", True):
             yield (
-                f"note             the adapter was trained and measured on the {summary['quantize']}-decoded "
+                f"note             the adapter was trained and measured on the {codec}-decoded "
                 "base; export_decoded_base=DIR saves that base"
             )
         yield "use it           from transformers import AutoModelForCausalLM; from peft import PeftModel"

@@ -423,7 +423,7 @@ def test_the_options_are_ignored_with_a_word(tmp_path, caplog):
     with caplog.at_level("INFO", "trainstream"):
         model = load_model(tmp_path / "model", quantize="nf4", error_rank=4, double_quant=True)
     assert {tensor.codec for tensor in packed_of(model).values()} == {"gptq"}
-    said = "quantize='nf4', error_rank=4, double_quant=True ignored: the checkpoint's weights are quantized already"
+    said = "quantize='nf4', error_rank=4, double_quant=True ignored: the checkpoint's weights are quantized"
     assert said in model.trainstream_receipt["reason"]
     assert said in caplog.text
 

@@ -479,8 +479,7 @@ def load_model(
     """Load a causal language model, packing its frozen block weights while it is read.
 
     Tensors are read one at a time, so RAM need not hold the unpacked model: the peak is the finished model
-    plus
-    what one parameter needs. With `quantize=None` the result computes exactly what
+    plus what one parameter needs. With `quantize=None` the result computes exactly what
     `AutoModelForCausalLM.from_pretrained` does. Only safetensors and GGUF files are read, never pickle.
 
     Args:
@@ -522,8 +521,7 @@ def load_model(
         parameters), `packed_tensors`, `formats` (how many are stored in which codec), `decoded` (what was
         stored quantized and could not stay so: reason), `aside` (scales of activations), `skipped` (name:
         reason), `unused` (checkpoint tensors without a place), `initialized`, `quantize`, `reason`,
-        `seconds`. The
-        same in one line is logged to the logger "trainstream".
+        `seconds`. The same in one line is logged to the logger "trainstream".
 
     Raises:
         OptionError: A bad option, an unknown config attribute, or a checkpoint quantized by a method that is

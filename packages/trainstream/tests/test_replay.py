@@ -4,6 +4,7 @@ import copy
 import functools
 import gc
 import random
+import weakref
 
 import numpy as np
 import peft
@@ -250,6 +251,28 @@ def test_buffers_and_all_random_numbers_are_what_they_were():
     assert got[2:4] == expected[2:4]
     for name, t in expected[1].items():
         assert torch.equal(got[1][name], t), name
+
+
+def test_buffers_that_are_made_anew_in_each_pass_do_not_add_up():
+    class Averaging(nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            self.mean = 0.9 * self.mean + 0.1 * x.detach().mean(0)
+            return super().forward(x)
+
+    model, _ = trainstream.wrap(nn.Sequential(*[Averaging() for _ in range(3)]), param_offload=True)
+    session = model._trainstream_session
+    first = model[0].mean
+    gone = weakref.ref(first)
+    del first
+    for _ in range(4):
+        session.train_step([torch.ones(2, 4)] * 2, lambda out, _: out.square().mean())
+    assert gone() is None
+    assert len(session.relief._copies) == 3
+    trainstream.unwrap(model)
 
 
 def test_a_large_buffer_that_was_written_is_a_reason_not_to_run_again():

@@ -158,6 +158,29 @@ def test_a_limit_that_sinks_under_way_makes_groups_stream(tmp_path, monkeypatch)
     trainstream.unwrap(model)
 
 
+def test_what_has_made_room_once_does_not_do_so_after_each_step(tmp_path, monkeypatch):
+    group = Group(tmp_path / "root", monkeypatch)
+    group.leave(32000 * MIB)
+    assert torch.ones(64 * MIB).numel()  # the peak of the process lies far above what a step takes
+    model, optimizer = trainstream.wrap(
+        model_of(), None, lr=1e-3, device="cpu", quantize="none", disk_offload=tmp_path
+    )
+    session = model._trainstream_session
+    seen = []
+
+    def sink(step):
+        seen.append(len(session.plan.paged))
+        if step == 2:
+            peak = int(session.history[-1]["host_peak_bytes"])
+            group.leave(peak - host_usage().resident_bytes - MIB)
+
+    run(model, optimizer, "cpu", [32] * 8, sink)
+    assert seen[2] == 0 < seen[3] < len(session.plan.blocks)
+    assert seen[4:] == [seen[3]] * 4
+    group.leave(4000 * MIB)
+    trainstream.unwrap(model)
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_vram_that_another_process_takes_makes_groups_stream(monkeypatch):
@@ -176,6 +199,8 @@ def test_vram_that_another_process_takes_makes_groups_stream(monkeypatch):
             with monkeypatch.context() as patch:
                 patch.setattr(torch.cuda, "mem_get_info", lambda *a: (0, total))
                 session.watch.after_step()
+            # What a step took before says nothing of one now: nothing more leaves because of it.
+            assert torch.cuda.max_memory_reserved() == torch.cuda.memory_reserved()
         seen.append(sum(row.tier != "device" and not row.settled for row in session.plan.blocks))
 
     assert run(model, optimizer, "cuda", lengths, taken) == expected

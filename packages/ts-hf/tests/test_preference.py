@@ -5,7 +5,7 @@ import pytest
 import torch
 from conftest import tiny_model
 
-from ts_core.errors import ArgumentError, OptionError
+from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError
 from ts_fused.preference import dpo_loss, kto_loss, orpo_loss, simpo_loss
 from ts_hf.packing import document_ids, pack_sequences
 from ts_hf.preference import reference_logprobs, sequence_logprobs_for
@@ -149,6 +149,21 @@ def test_chosen_and_rejected_in_one_row_have_their_own_values():
     torch.testing.assert_close(
         sequence_logprobs_for(model, packed, segments=segments, num_segments=count), found
     )
+
+
+@pytest.mark.parametrize("trained", [True, False])
+def test_segments_that_do_not_fit_are_named(trained):
+    model = tiny_model().requires_grad_(trained)
+    packed = pack_sequences([torch.arange(5), torch.arange(6)], 16)
+    segments = document_ids(packed["position_ids"])
+    with pytest.raises(ArgumentError, match="num_segments: expected how many"):
+        sequence_logprobs_for(model, packed, segments=segments)
+    with pytest.raises(ArgumentError, match="None without segments"):
+        sequence_logprobs_for(model, packed, num_segments=2)
+    with pytest.raises(ArgumentError, match="segments: expected shape"):
+        sequence_logprobs_for(model, packed, segments=segments[:, :5], num_segments=2)
+    with pytest.raises(ArgumentTypeError, match="segments"):
+        sequence_logprobs_for(model, packed, segments=segments.float(), num_segments=2)
 
 
 def test_averages_feed_the_losses_without_a_reference():

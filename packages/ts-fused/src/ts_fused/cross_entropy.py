@@ -250,7 +250,7 @@ def _raise_bad_labels(name: str, targets: Tensor, bad: int, ignore_index: int, v
     raise ArgumentError(
         message(
             name,
-            "labels" if name == "causal_lm_loss" else "targets",
+            "targets" if name == "chunked_cross_entropy" else "labels",
             f"labels in [0, {vocab}) or ignore_index ({ignore_index})",
             f"{bad} other(s), for instance {example}",
         )

@@ -21,7 +21,7 @@ from .cross_entropy import (
     _raise_bad_labels,
 )
 
-__all__ = ["sequence_logprobs", "sum_by_sequence"]
+__all__ = ["check_segments", "sequence_logprobs", "sum_by_sequence"]
 
 _NAME = "sequence_logprobs"
 
@@ -97,7 +97,8 @@ def sum_by_sequence(
     return result.to(torch.float32)
 
 
-def _check_segments(name: str, labels: Tensor, segments: Tensor | None, num_segments: int | None) -> int:
+def check_segments(name: str, labels: Tensor, segments: Tensor | None, num_segments: int | None) -> int:
+    """Return how many segments there are, 0 without; `name` is the function whose arguments they are."""
     if segments is None:
         if num_segments is not None:
             raise ArgumentError(message(name, "num_segments", "None without segments", num_segments))
@@ -176,7 +177,7 @@ def sequence_logprobs(
         expected = "(B, S) labels for (B, S, H) hidden states, S >= 1"
         given = f"shapes {tuple(labels.shape)} and {tuple(hidden.shape)}"
         raise ArgumentError(message(_NAME, "labels", expected, given))
-    count = _check_segments(_NAME, labels, segments, num_segments)
+    count = check_segments(_NAME, labels, segments, num_segments)
     ignore_index = integer("ignore_index", ignore_index)
     targets = torch.full_like(labels, ignore_index)
     targets[:, :-1] = labels[:, 1:]
@@ -198,7 +199,7 @@ def sequence_logprobs(
     if boolean("validate", validate):
         _, bad = _ops.label_counts(flat, ignore_index, weight.shape[0]).tolist()
         if bad:
-            _raise_bad_labels("causal_lm_loss", flat, bad, ignore_index, weight.shape[0])
+            _raise_bad_labels(_NAME, flat, bad, ignore_index, weight.shape[0])
     rows = hidden.reshape(flat.shape[0], hidden.shape[-1])
     values: Tensor = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         rows, weight, bias, flat, options, torch.is_grad_enabled()

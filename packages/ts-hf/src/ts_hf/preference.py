@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from ts_core.errors import ArgumentError, OptionError, message
 from ts_core.options import integer
 from ts_core.paged import with_weights
-from ts_fused.logprobs import sequence_logprobs, sum_by_sequence
+from ts_fused.logprobs import check_segments, sequence_logprobs, sum_by_sequence
 
 from .losses import Head, _check_inputs, backbone, head_of
 
@@ -80,7 +80,7 @@ def sequence_logprobs_for(
 
     Raises:
         OptionError: A model that does something to its logits that is not known here.
-        ArgumentError: No labels, or labels that do not fit.
+        ArgumentError: No labels, or labels or segments that do not fit.
 
     Example:
         >>> chosen = sequence_logprobs_for(model, batch)  # doctest: +SKIP
@@ -91,6 +91,7 @@ def sequence_logprobs_for(
             message("sequence_logprobs_for", "batch", "a mapping with labels", f"keys {sorted(batch)}")
         )
     chunk_size = integer("chunk_size", chunk_size, minimum=1)
+    count = check_segments("sequence_logprobs_for", labels, segments, num_segments)
     head = head_of(model)
     passed = {key: value for key, value in batch.items() if key not in ("labels", "num_tokens")}
     hidden = backbone(model)(**{**passed, "use_cache": False}).last_hidden_state
@@ -106,7 +107,7 @@ def sequence_logprobs_for(
     values = _called_in_chunks(head, hidden, targets, chunk_size)
     if segments is not None:
         segments = F.pad(segments[:, 1:].to(hidden.device), (0, 1), value=-1)
-    return sum_by_sequence(values, targets, segments, num_segments or 0, IGNORE, average)
+    return sum_by_sequence(values, targets, segments, count, IGNORE, average)
 
 
 @contextlib.contextmanager

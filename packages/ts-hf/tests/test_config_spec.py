@@ -133,7 +133,13 @@ def test_a_671b_config_in_milliseconds():
     [
         ({"quant_method": "gptq", "bits": 4, "group_size": 128}, 0.52),
         ({"quant_method": "awq", "bits": 4, "group_size": 64}, 0.54),
+        ({"quant_method": "gptq", "bits": 4, "group_size": -1}, 0.5),
+        ({"quant_method": "gptq", "bits": 8, "group_size": "128"}, 1.02),
         ({"quant_method": "bitsandbytes", "load_in_8bit": True}, 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, 1.0),
+        ({"quant_method": "modelopt", "quant_algo": "NVFP4"}, 0.5625),
+        ({"quant_method": "compressed-tensors", "format": "float-quantized"}, 1.0),
+        ({"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}, 0.5625),
         ({"quant_method": "something"}, 2.0),
     ],
 )

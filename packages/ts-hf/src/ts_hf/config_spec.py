@@ -8,6 +8,7 @@ meta device.
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -364,6 +365,22 @@ def _by_transformers(config: Mapping[str, Any], source: str) -> ModelSpec:
     raise CheckpointError(f"config: transformers cannot build a {kind} model: {text}") from failed
 
 
+def _stored_bytes(method: str, stored: Mapping[str, Any]) -> float:
+    """Return the bytes a weight, as far as the description tells them."""
+    each, bits, group = _STORED[method][0], stored.get("bits"), stored.get("group_size")
+    if method in ("gptq", "awq") and type(bits) is int and bits > 0:
+        # A group of -1 is a whole column: its scale and zero do not show.
+        group = group if type(group) is int and group != 0 else 128
+        return bits / 8 + (2.5 / group if group > 0 else 0.0)
+    if method == "bitsandbytes" and stored.get("load_in_8bit"):
+        return 1.0
+    if method == "modelopt" and str(stored.get("quant_algo")).upper() == "FP8":
+        return 1.0
+    if method == "compressed-tensors" and "nvfp4" in json.dumps(stored, default=str):
+        return _STORED["modelopt"][0]
+    return each
+
+
 def _as_stored(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     """Let weights that the checkpoint stores packed count as stored."""
     stored = config.get("quantization_config")
@@ -374,12 +391,7 @@ def _as_stored(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
         return dataclasses.replace(
             spec, notes=(*spec.notes, f"stored as {method}, which is unknown here: counted as 16-bit")
         )
-    each, uses = _STORED[method]
-    bits = stored.get("bits")
-    if method in ("gptq", "awq") and isinstance(bits, int) and bits > 0:
-        each = bits / 8 + 2.5 / max(int(stored.get("group_size") or 128), 1)
-    if method == "bitsandbytes" and stored.get("load_in_8bit"):
-        each = 1.0
+    each, uses = _stored_bytes(method, stored), _STORED[method][1]
     blocks = []
     for block in spec.blocks:
         tensors = tuple(

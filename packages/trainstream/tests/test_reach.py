@@ -2,6 +2,7 @@
 
 import copy
 import itertools
+from types import SimpleNamespace
 
 import peft
 import pytest
@@ -407,4 +408,42 @@ def test_experts_of_which_none_was_reached_are_an_error():
 
     step()
     with pytest.raises(StateError, match=r"'b.experts.0.0.weight', .* and 11 more got no gradient"):
+        step()
+
+
+class Dropping(nn.Module):
+    """A stack that leaves out layers in training, as the config says: here always the second one."""
+
+    def __init__(self, share):
+        super().__init__()
+        self.config = SimpleNamespace(layerdrop=share)
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(3)])
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x):
+        return self.head(self.layers[2](self.layers[0](x)))
+
+
+@pytest.mark.parametrize("options", PLACES)
+def test_layers_that_layer_drop_left_out_are_named_once_and_are_no_error(options):
+    model, optimizer = trainstream.wrap(Dropping(0.5), None, lr=1e-2, **options)
+    for _ in range(4):
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+    said = [line for line in model._trainstream_session.events.events if "layer drop" in line]
+    assert len(said) == 1
+    assert "left out 1 layers each time, whose 2 parameters got no gradient: 'layers.1.0.weight'" in said[0]
+
+
+def test_without_layer_drop_a_layer_that_is_left_out_is_an_error():
+    model, optimizer = trainstream.wrap(Dropping(0.0), None, lr=1e-2)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(2, 4)).sum().backward()
+        optimizer.step()
+
+    step()
+    with pytest.raises(StateError, match=r"'layers.1.0.weight', 'layers.1.0.bias' got no gradient"):
         step()

@@ -20,6 +20,7 @@ __all__ = ["ReachCheck"]
 _STEPS = 2
 _SHOWN = 5
 _PIECE = 1 << 20  # elements
+_DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # of a config: share of layers left out
 _MARGIN = 0.01  # of the expected change: momentum of a resumed run may take most of it
 
 
@@ -47,6 +48,9 @@ class ReachCheck:
         self._parameters = [
             (n, p) for n, p in model.named_parameters() if p.requires_grad and id(p) in held and p.numel()
         ]
+        configs = [module.__dict__.get("config") for module in model.modules()]
+        shares = [getattr(config, name, None) for config in configs for name in _DROPS]
+        self._drops = any(isinstance(share, float | int) and share > 0.0 for share in shares)
         self._reached: set[str] = set()
         self._moved: set[str] = set()
         self._due: set[str] = set()
@@ -108,18 +112,21 @@ class ReachCheck:
         """Raise if something did not train.
 
         Experts that no token was routed to in these steps are no error: of each set of experts some were
-        reached, and the others will be.
+        reached, and the others will be. So are layers that were left out, where the config says that some
+        are at random.
 
         Returns:
-            What to say of such experts, or an empty text.
+            What to say of such experts and layers, or an empty text.
 
         Raises:
             StateError: Names the parameters without a gradient and those that did not change.
         """
         # What was frozen since is not trained any more: another adapter was chosen.
         lost = [name for name, p in self._parameters if p.requires_grad and name not in self._reached]
-        idle = _idle_experts(lost, self._reached)
+        idle = _idle(lost, self._reached, "expert")
         lost = [name for name in lost if name not in idle]
+        dropped = _idle(lost, self._reached, "") if self._drops else {}
+        lost = [name for name in lost if name not in dropped]
         stuck = [name for name, _ in self._parameters if name in self._due - self._moved]
         parts = []
         if lost:
@@ -132,36 +139,39 @@ class ReachCheck:
                 "(requires_grad_(False)), or see why it is not reached. The steps themselves are done and "
                 "whole, and this is looked at once: training can go on"
             )
-        if not idle:
-            return ""
-        return (
-            f"after {_STEPS} steps, no token has been routed to {len({*idle.values()})} experts, whose "
-            f"{len(idle)} parameters got no gradient: {_listed(list(idle))}"
-        )
+        said = [
+            f"after {_STEPS} steps, {what.format(len({*found.values()}))}, whose {len(found)} parameters got "
+            f"no gradient: {_listed(list(found))}"
+            for what, found in (
+                ("no token has been routed to {} experts", idle),
+                ("layer drop has left out {} layers each time", dropped),
+            )
+            if found
+        ]
+        return "; ".join(said)
 
 
-def _idle_experts(lost: list[str], reached: set[str]) -> dict[str, str]:
-    """Return which of the parameters that were not reached are an expert's, and of which expert.
+def _idle(lost: list[str], reached: set[str], kind: str) -> dict[str, str]:
+    """Return which of the parameters that were not reached are a member's, and of which member.
 
-    An expert is a numbered member of a container with "expert" in its name, beside another member of which
-    the same parameter was reached: ``layers.0.mlp.experts.3.up_proj.weight``.
+    A member is numbered, in a container with `kind` in its name, beside another one of which the same
+    parameter was reached: ``layers.0.mlp.experts.3.up_proj.weight``.
     """
+    alike = {key[:2] for name in reached for key in _members(name, kind)}
     found: dict[str, str] = {}
-    alike = {key[:2] for name in reached if (key := _expert_of(name)) is not None}
     for name in lost:
-        key = _expert_of(name)
-        if key is not None and key[:2] in alike:
-            found[name] = key[2]
+        member = next((key[2] for key in _members(name, kind) if key[:2] in alike), None)
+        if member is not None:
+            found[name] = member
     return found
 
 
-def _expert_of(name: str) -> tuple[str, str, str] | None:
-    """Return (container, path within the expert, path of the expert), or None."""
+def _members(name: str, kind: str) -> Iterator[tuple[str, str, str]]:
+    """Go through (container, path within the member, path of the member) of a name, the innermost first."""
     parts = name.split(".")
     for index in range(len(parts) - 1, 0, -1):
-        if parts[index].isdigit() and "expert" in parts[index - 1].lower():
-            return ".".join(parts[:index]), ".".join(parts[index + 1 :]), ".".join(parts[: index + 1])
-    return None
+        if parts[index].isdigit() and kind in parts[index - 1].lower():
+            yield ".".join(parts[:index]), ".".join(parts[index + 1 :]), ".".join(parts[: index + 1])
 
 
 def _listed(names: list[str]) -> str:

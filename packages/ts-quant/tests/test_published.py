@@ -332,7 +332,13 @@ def test_published_formats_are_not_made(name):
 
 BAD = {
     "gguf_q4_0": [Meta(64), Meta.make(32, type=3)],
-    "gptq": [Meta(128), Meta.make(128, bits=3, scales="float16"), Meta.make(128, bits=4, scales="int8")],
+    "gptq": [
+        Meta(128),
+        Meta.make(128, bits=3, scales="float16"),
+        Meta.make(128, bits=4, scales="int8"),
+        Meta.make(128, bits=4.0, scales="float16"),
+        *(Meta.make(128, bits=4, scales="float16", act_order=order) for order in ("no", 7, 1 << 70)),
+    ],
     "awq": [AWQ_CODEC.describe(128, 8), Meta.make(-1, bits=4, scales="float16")],
     "mxfp4": [Meta(16), Meta.make(32, divided=True), Meta.make(32, other=1)],
     "nvfp4_export": [Meta(32)],

@@ -136,7 +136,8 @@ class GroupCodec(PublishedCodec):
                 scales=scales,
             )
             good = meta == again and meta.get("zero_offset", 0) in (0, 1) and meta.block_size >= 1
-            good = good and meta.get("bits") in _BITS[self._awq]
+            good = good and meta.get("bits") in _BITS[self._awq] and type(meta.get("bits")) is int
+            good = good and type(meta.get("act_order", False)) is bool
         except (TrainStreamError, TypeError):
             good = False
         if not good:

@@ -508,6 +508,15 @@ def test_stacked_matrices_do_not_share_a_tile():
         assert torch.equal(scheme.make("w", pieces, torch.float32).dequantize(), want)
 
 
+@pytest.mark.parametrize("group_size", [32, 1 << 70])
+def test_tensors_of_another_shape_than_their_format_has_are_named(group_size):
+    scheme = recognise({"quant_method": "gptq", "bits": 4, "group_size": group_size})
+    words = torch.zeros(8, 8, dtype=torch.int32)
+    pieces = {"qweight": words, "qzeros": words[:, :1], "scales": torch.tensor(1.0)}
+    with pytest.raises(CheckpointError, match="'w', stored as gptq"):
+        scheme.make("w", pieces | {"g_idx": torch.arange(64).flip(0)}, torch.float32)
+
+
 def damage_shape(stored):
     name = next(name for name in stored if name.endswith("qzeros"))
     return stored | {name: stored[name][:, :-1].contiguous()}

@@ -337,6 +337,7 @@ BAD = {
         Meta.make(128, bits=3, scales="float16"),
         Meta.make(128, bits=4, scales="int8"),
         Meta.make(128, bits=4.0, scales="float16"),
+        Meta.make(1 << 63, bits=4, scales="float16"),
         *(Meta.make(128, bits=4, scales="float16", act_order=order) for order in ("no", 7, 1 << 70)),
     ],
     "awq": [AWQ_CODEC.describe(128, 8), Meta.make(-1, bits=4, scales="float16")],
@@ -346,6 +347,7 @@ BAD = {
         Meta(0),
         Meta.make(0, rows=-1, scales="float32"),
         Meta.make(0, rows="a", scales="float32"),
+        Meta.make(0, columns=(1 << 63) - 1, scales="float32"),
     ],
 }
 

@@ -103,7 +103,7 @@ class Scheme:
             if self.by_name:
                 return from_bitsandbytes(name, tensors, dtype)
             return self.build(tensors, dtype)
-        except (TrainStreamError, RuntimeError, ValueError, IndexError) as error:
+        except (TrainStreamError, RuntimeError, ValueError, IndexError, TypeError, OverflowError) as error:
             raise CheckpointError(f"tensor {name!r}, stored as {self.method}: {error}") from error
 
 

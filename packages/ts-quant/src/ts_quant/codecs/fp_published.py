@@ -201,8 +201,9 @@ class Fp8ExportCodec(PublishedCodec):
         try:
             scales = parse_dtype(meta.get("scales", "float32"), accepted=_SCALES)
             rows, columns = meta.get("rows", 0), meta.get("columns", 0)
-            good = meta == self.describe(rows, columns, scales=scales) and rows >= 0 and columns >= 0
+            good = meta == self.describe(rows, columns, scales=scales)
             good = good and type(rows) is int and type(columns) is int
+            good = good and 0 <= rows <= 1 << 40 and 0 <= columns <= 1 << 40
         except (TrainStreamError, TypeError):
             good = False
         if not good:

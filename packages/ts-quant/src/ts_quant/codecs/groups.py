@@ -135,7 +135,8 @@ class GroupCodec(PublishedCodec):
                 act_order=meta.get("act_order", False),
                 scales=scales,
             )
-            good = meta == again and meta.get("zero_offset", 0) in (0, 1) and meta.block_size >= 1
+            good = meta == again and meta.get("zero_offset", 0) in (0, 1)
+            good = good and 1 <= meta.block_size <= 1 << 40
             good = good and meta.get("bits") in _BITS[self._awq] and type(meta.get("bits")) is int
             good = good and type(meta.get("act_order", False)) is bool
         except (TrainStreamError, TypeError):

@@ -285,6 +285,27 @@ def test_an_optimizer_without_a_learning_rate():
     steps(*trainstream.wrap(model, NoRate(model.parameters())))
 
 
+class Scales(torch.optim.Adam):
+    """Learns how far to go, from next to nothing, as Prodigy does: lr is a factor."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=1.0)
+        for group in self.param_groups:
+            group["d"] = 1e-6
+
+    def step(self, closure=None):
+        for group in self.param_groups:
+            group["lr"] *= group["d"]
+        super().step(closure)
+        for group in self.param_groups:
+            group["lr"] = 1.0
+
+
+def test_an_optimizer_that_learns_its_rate_is_given_time():
+    model = toy(8, 3).to(torch.bfloat16)
+    steps(*trainstream.wrap(model, Scales(model.parameters())))
+
+
 class StepsACopy(torch.optim.SGD):
     """Broken: it took copies of the parameters when it was made."""
 
@@ -345,11 +366,13 @@ def test_looking_is_not_a_use_from_outside():
     st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=6),
     st.lists(st.floats(-1e3, 1e3, width=32), min_size=1, max_size=6),
     st.floats(0, 10.0),
-    st.sampled_from([torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad]),
+    st.sampled_from([torch.optim.SGD, torch.optim.AdamW, torch.optim.Adagrad, torch.optim.RAdam]),
     st.sampled_from([torch.float32, torch.bfloat16]),
 )
 @example([0.0], [1.0], 1e-300, torch.optim.SGD, torch.float32)
 @example([1.0], [1.0], 1e-9, torch.optim.AdamW, torch.float32)
+@example([0.02], [1e-8], 1e-2, torch.optim.RAdam, torch.float32)  # moves by lr x gradient at first
+@example([0.01], [1e-3], 1e-2, torch.optim.RAdam, torch.bfloat16)
 def test_an_optimizer_that_works_raises_no_alarm(weights, grads, lr, make, dtype):
     count = min(len(weights), len(grads))
     model = nn.Module()

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 
 from ts_core.errors import StateError
 from ts_core.guard import guard_of
+from ts_optim import OffloadAdamW
 from ts_optim.gradients import ConsumedGradient
 
 __all__ = ["ReachCheck"]
@@ -21,6 +22,7 @@ _STEPS = 2
 _SHOWN = 5
 _PIECE = 1 << 20  # elements
 _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # of a config: share of layers left out
+_ADAMS = (OffloadAdamW, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.Adamax)
 _MARGIN = 0.01  # of the expected change: momentum of a resumed run may take most of it
 
 
@@ -80,7 +82,7 @@ class ReachCheck:
                 value = _value(held, at)
                 numbers = torch.finfo(held.dtype)
                 least = max(numbers.eps * abs(value), numbers.tiny)
-                if _MARGIN * _expected(groups.get(id(parameter), {}), size) > least:
+                if _MARGIN * _expected(optimizer, groups.get(id(parameter), {}), size) > least:
                     self._seen[name] = _Seen(at, value, grad, grad._version)
 
     def after(self, optimizer: Optimizer) -> bool:
@@ -201,13 +203,16 @@ def _largest(flat: Tensor) -> tuple[int, float]:
     return best
 
 
-def _expected(group: dict[str, Any], size: float) -> float:
-    """Say how far a step moves the element at least: lr for Adam and its like, lr x gradient for others."""
+def _expected(optimizer: Any, group: dict[str, Any], size: float) -> float:
+    """Say how far a step moves the element at least: lr for Adam and its like, lr x gradient for others.
+
+    RAdam, say, does not divide by the gradient's size in its first steps; Prodigy scales lr by a tiny d.
+    """
     try:
-        rate = float(group.get("lr", 0.0))
+        rate = float(group.get("lr", 0.0)) * float(group.get("d", 1.0))
     except (TypeError, ValueError):
         return 0.0
-    if "betas" in group and "eps" in group:
+    if isinstance(getattr(optimizer, "optimizer", optimizer), _ADAMS):
         return rate * size / (size + float(group["eps"])) if size else 0.0
     return rate * min(size, 1.0)
 

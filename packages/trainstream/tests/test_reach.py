@@ -447,6 +447,24 @@ class Dropping(nn.Module):
         return self.head(self.layers[2](self.layers[0](x)))
 
 
+@pytest.mark.parametrize("options", PLACES[:2])
+def test_steps_before_there_is_any_gradient_do_not_count(options):
+    model, optimizer = trainstream.wrap(Net(), None, lr=1e-2, **options)
+    optimizer.step()
+    optimizer.step()
+    steps(model, optimizer, 1)
+    with pytest.raises(StateError, match=r"after 2 steps, 'spare', 'extra.weight', 'extra.bias' got no"):
+        steps(model, optimizer, 1)
+
+
+def test_an_optimizer_that_never_sees_a_gradient_is_caught():
+    _model, optimizer = trainstream.wrap(toy(8, 3), None, lr=1e-2)
+    for _ in range(5):
+        optimizer.step()
+    with pytest.raises(StateError, match="got no gradient"):
+        optimizer.step()
+
+
 @pytest.mark.parametrize("options", PLACES)
 def test_layers_that_layer_drop_left_out_are_named_once_and_are_no_error(options):
     model, optimizer = trainstream.wrap(Dropping(0.5), None, lr=1e-2, **options)

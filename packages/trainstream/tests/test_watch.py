@@ -1,6 +1,7 @@
 """Memory that shrinks and inputs that grow: room is made before it fails, and losses stay the same."""
 
 import functools
+import io
 
 import peft
 import pytest
@@ -233,6 +234,15 @@ def test_nothing_moves_between_two_passes_that_one_backward_comes_to(tmp_path):
     model(input_ids=ids, labels=ids)  # dropped without a backward pass
     model(input_ids=ids, labels=ids)
     assert not session.relief.due
+    trainstream.unwrap(model)
+
+
+def test_an_output_can_be_saved_without_a_word():
+    model, _ = trainstream.wrap(model_of(), None, quantize="none", param_offload=True)
+    output = model(input_ids=torch.ones(1, 4, dtype=torch.long)).logits
+    torch.save(output, file := io.BytesIO())
+    file.seek(0)
+    assert torch.equal(torch.load(file), output)
     trainstream.unwrap(model)
 
 

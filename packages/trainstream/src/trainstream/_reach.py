@@ -19,6 +19,7 @@ from ts_optim.gradients import ConsumedGradient
 __all__ = ["ReachCheck"]
 
 _STEPS = 2
+_EMPTY = 4  # steps before there is any gradient that do not count: they do nothing
 _SHOWN = 5
 _PIECE = 1 << 20  # elements
 _DROPS = ("layerdrop", "encoder_layerdrop", "decoder_layerdrop")  # of a config: share of layers left out
@@ -58,7 +59,7 @@ class ReachCheck:
         self._due: set[str] = set()
         self._seen: dict[str, _Seen] = {}
         self._skipped = 0
-        self._steps = 0
+        self._steps = self._empty = 0
 
     def before(self, optimizer: Optimizer) -> None:
         """Note where the largest element of each gradient is and what the weight holds there."""
@@ -87,7 +88,6 @@ class ReachCheck:
 
     def after(self, optimizer: Optimizer) -> bool:
         """Compare with what the weights held before the step; say whether enough was seen."""
-        self._steps += 1
         seen, self._seen = self._seen, {}
         skipped = _skipped(optimizer) != self._skipped or _found_inf(optimizer)
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
@@ -97,6 +97,10 @@ class ReachCheck:
                     continue
                 changed = _value(_held(optimizer, parameter), before.at) != before.value
                 (self._moved if changed else self._due).add(name)
+        if not self._reached and self._empty < _EMPTY:
+            self._empty += 1
+        else:
+            self._steps += 1
         return self._steps >= _STEPS
 
     def _gradients(self) -> Iterator[tuple[str, nn.Parameter, Tensor]]:

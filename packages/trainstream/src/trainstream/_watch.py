@@ -69,6 +69,8 @@ class _Graph:
     def __init__(self) -> None:
         self.reached = False
 
+    # Who saves an output need not hear of it.
+    @torch.utils.hooks.unserializable_hook  # type: ignore[untyped-decorator]
     def reach(self, grad: Tensor) -> None:
         """A backward pass comes through."""
         self.reached = True

@@ -62,7 +62,7 @@ def header(writer, tokenizer):
     writer.add_eos_token_id(2)
 
 
-def write(path, tokenizer, kind, architecture="llama"):
+def write(path, tokenizer, kind, architecture="llama", rope_factors=None):
     """Write a model of two blocks; returns what it decodes to, and the packed rows by the model's names."""
     config = tiny_config(
         architecture, hidden_size=HIDDEN, intermediate_size=INTER, vocab_size=260, pad_token_id=None,
@@ -88,6 +88,8 @@ def write(path, tokenizer, kind, architecture="llama"):
                     writer.add_tensor(target, rows.contiguous().numpy(), raw_dtype=raw)
                 else:
                     writer.add_tensor(target, tensor.numpy())
+        if rope_factors is not None:
+            writer.add_tensor("rope_freqs.weight", rope_factors.numpy())
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
@@ -139,6 +141,24 @@ def test_adapters_train_on_it(tmp_path, tokenizer, ids):
         if isinstance(weight, QuantizedTensor):
             name = name.removeprefix("base_model.model.").replace(".base_layer", "")
             assert torch.equal(weight.packed["blocks"], packed[name].flatten())
+
+
+def test_factors_of_rotary_frequencies_are_not_dropped_silently(tmp_path, tokenizer, caplog):
+    half = HIDDEN // HEADS // 2
+    write(tmp_path / "m.gguf", tokenizer, "Q4_0", rope_factors=torch.full((half,), 8.0))
+    rope = {
+        "rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0, "original_max_position_embeddings": 32,
+    }  # fmt: skip
+    model = load_model(tmp_path / "m.gguf", rope_parameters=rope)
+    assert model.trainstream_receipt["unused"] == ["rope_freqs.weight"]
+    assert "rope_freqs.weight scales the rotary frequencies" in caplog.text
+    assert model.model.rotary_emb.rope_type == "llama3"
+    plain = 10000.0 ** (-torch.arange(half) / half)
+    assert (model.model.rotary_emb.inv_freq < 0.99 * plain).any()
+    caplog.clear()
+    load_model(tmp_path / "m.gguf", quantize=None)
+    assert "rope_freqs.weight scales the rotary frequencies" in caplog.text
 
 
 def test_options(tmp_path, tokenizer, caplog):

@@ -20,7 +20,7 @@ from ts_quant import QuantizedTensor
 from ts_quant.codecs import GGUF_CODECS
 
 from .build import build_model, import_transformers, load_config, owner_of
-from .gguf_streaming import _ALONE, _PLAIN, _like, _tables
+from .gguf_streaming import _ALONE, _PLAIN, _like, _tables, warn_unused
 from .packed_checkpoint import require_ram_for
 from .streaming import OUTSIDE, Packing
 
@@ -102,6 +102,7 @@ class _Load:
                 missing.discard(self.fill(stored))
         if missing:
             return None
+        warn_unused(self.model, path, self.unused)
         self.model.tie_weights(recompute_mapping=False)
         if self.model.can_generate():
             self.model.generation_config = transformers.GenerationConfig.from_model_config(config)

@@ -7,6 +7,7 @@ nothing else: mixtures, whose tensors are put together from several, are left to
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,9 @@ from ts_paging.files import FileTensors
 
 from .build import build_model, import_transformers, owner_of
 
-__all__ = ["decode_into_files"]
+__all__ = ["decode_into_files", "warn_unused"]
+
+LOGGER = logging.getLogger("trainstream")
 
 # transformers' treatments that need no other tensor.
 _ALONE = ("TensorProcessor", "LlamaTensorProcessor", "Gemma2TensorProcessor")
@@ -91,6 +94,7 @@ def _decode(tables: Any, path: Path, dtype: torch.dtype, files: FileTensors) -> 
     processor = processor_class(config=header["config"])
     names = tables.weights_map(model, processor)
     missing = set(model.state_dict()) - set(model.all_tied_weights_keys)
+    unused: list[str] = []
     reader = tables.GGUFReader(str(path))
     with torch.no_grad():
         for stored in reader.tensors:
@@ -103,6 +107,7 @@ def _decode(tables: Any, path: Path, dtype: torch.dtype, files: FileTensors) -> 
                     weights=weights, name=stored.name, tensor_key_mapping=names, parsed_parameters=header
                 )
                 if result.name not in names:
+                    unused.append(stored.name)
                     continue
                 target = names[result.name]
                 value = files.like(_like(model, target))
@@ -112,10 +117,25 @@ def _decode(tables: Any, path: Path, dtype: torch.dtype, files: FileTensors) -> 
             missing.discard(target)
     if missing:
         return None
+    warn_unused(model, path, unused)
     model.tie_weights(recompute_mapping=False)
     if model.can_generate():
         model.generation_config = transformers.GenerationConfig.from_model_config(config)
     return model.eval()
+
+
+def warn_unused(model: Any, path: Path, unused: list[str]) -> None:
+    """Say which tensors of a file have no place in the model."""
+    if not unused:
+        return
+    hint = ""
+    if "rope_freqs.weight" in unused:
+        hint = (
+            "; rope_freqs.weight scales the rotary frequencies, which a GGUF file's config does not say: "
+            "pass rope_parameters={...} as the config.json of the original model has them"
+        )
+    text = "%s: %d tensors of the file have no place in %s and were not used, first: %s%s"
+    LOGGER.warning(text, path, len(unused), type(model).__name__, unused[0], hint)
 
 
 def _like(model: Any, name: str) -> torch.Tensor:

@@ -291,6 +291,8 @@ def test_rows_of_nothing(shape):
         ("row_absmax", {"w.SCB": torch.ones(4)}),
         ("expected floats", {"w.SCB": torch.ones(3, dtype=torch.int32)}),
         ("weight_format", {"w.weight_format": torch.tensor(2, dtype=torch.uint8)}),
+        ("weight_format", {"w.weight_format": torch.zeros(2, dtype=torch.uint8)}),
+        ("weight_format", {"w.weight_format": torch.tensor(float("nan"))}),
     ],
 )
 def test_damaged_rows_are_refused(match, edit):

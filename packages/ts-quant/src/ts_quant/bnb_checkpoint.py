@@ -108,11 +108,13 @@ def _from_rows(name: str, found: Mapping[str, torch.Tensor], dtype: torch.dtype)
     if weight.dtype != torch.int8 or weight.dim() < 2:
         raise _fail(name, f"expected an int8 matrix, given {dtype_name(weight.dtype)} {tuple(weight.shape)}")
     # Column orders for old tensor cores; nothing writes them any more.
-    if "format" in found and int(found["format"]) != 0:
+    form = found.get("format")
+    if form is not None and (form.numel() != 1 or form.item() != 0):
+        given = form.item() if form.numel() == 1 else f"{form.numel()} values"
         raise _fail(
             name,
-            f"expected weight_format 0 (rows), given {int(found['format'])}. Save the checkpoint "
-            "again with a recent bitsandbytes",
+            f"expected weight_format 0 (rows), given {given}. Save the checkpoint again with a recent "
+            "bitsandbytes",
         )
     packed = {"codes": weight.contiguous().reshape(-1), "row_absmax": _wide(name, "SCB", found["scales"])}
     return QuantizedTensor.from_packed(packed, BNB_INT8_CODEC.name, tuple(weight.shape), dtype, Meta(0))

@@ -84,6 +84,14 @@ class CappedMLP(MLP):
         return self.down_proj(self.act_fn(gate) * up)
 
 
+class DroppingMLP(MLP):
+    """Drops out of what its own code calls, while it is trained."""
+
+    def forward(self, x):
+        hidden = self.act_fn(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(nn.functional.dropout(hidden, 0.5, self.training))
+
+
 class PackedMLP(nn.Module):
     def __init__(self, act):
         super().__init__()
@@ -149,6 +157,8 @@ def test_modules_that_agree(device, dtype, make, kind, variant):
         (MLP(lambda x: x.relu().square()), "gated_mlp", "neither silu nor"),
         (ClampedMLP(nn.SiLU()), "gated_mlp", "differ"),
         (CappedMLP(nn.SiLU()), "gated_mlp", "differ"),
+        (DroppingMLP(nn.SiLU()), "gated_mlp", "differ"),
+        (DroppingMLP(nn.SiLU()).eval(), "gated_mlp", "differ"),
         (SwappedMLP(nn.SiLU()), "gated_mlp", "differ"),
         (MLP(nn.SiLU()).double(), "gated_mlp", ""),
         (LlamaNorm().to("meta"), "rms_norm", "no kernel"),
@@ -158,7 +168,9 @@ def test_modules_that_agree(device, dtype, make, kind, variant):
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
 )
 def test_modules_that_are_left_alone(module, kind, reason):
+    drawn = torch.get_rng_state()
     report = check_fused(module)
+    assert_bit_equal(torch.get_rng_state(), drawn)
     if isinstance(module, MLP) and module.down_proj.weight.dtype == torch.float64:
         # No parameter has a dtype with kernels, so it is checked in fp32; calls in float64 run its own code.
         x = torch.randn(2, 32, dtype=torch.float64)

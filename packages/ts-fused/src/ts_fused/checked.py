@@ -168,6 +168,7 @@ def _twin(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__["_modules"] = {**module._modules, **children}
+    twin.training = True  # a dropout of its own would not be seen else
     return twin
 
 
@@ -283,8 +284,9 @@ def check_fused(
         device, dtype = _place(module, sample)
         if dtype not in FLOATS or device.type == "meta":
             return FusedCheck(kind, False, reason=f"{dtype} on {device} has no kernel")
+        forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
         try:
-            with torch.enable_grad(), torch.autocast(device.type, enabled=False):
+            with forked, torch.enable_grad(), torch.autocast(device.type, enabled=False):
                 verdict = check(module, device, dtype)
         except Exception as error:
             # Code that does not run on what was tried is code that is not what it looked like.

@@ -277,3 +277,45 @@ def test_any_dense_parameter_comes_back_from_its_slot(shape, dtype, flavour, ord
             pager.use(block, fresh=True)
             assert layout(block.views[0]) == layout(tensor)
             assert same_bits(block.views[0], tensor)
+
+
+class Mixes(nn.Linear):
+    """A layer of a graph network: the neighbours are a sparse buffer."""
+
+    def __init__(self):
+        super().__init__(8, 8)
+        self.register_buffer("near", torch.eye(4).to_sparse())
+
+    def forward(self, x):
+        return x + super().forward(torch.sparse.mm(self.near, x))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"param_offload": True, "recompute": True},
+        {"param_offload": True, "activation_offload": True, "min_offload_bytes": 0},
+    ],
+)
+def test_sparse_buffers_train_as_in_plain_torch(options):
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Mixes() for _ in range(3)])
+    plain = copy.deepcopy(model)
+    other = torch.optim.SGD(plain.parameters(), lr=0.1)
+    x = torch.randn(4, 8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model, optimizer = trainstream.wrap(model, optimizer, **options)
+    session = model._trainstream_session
+    for step in range(3):
+        other.zero_grad()
+        plain(x).square().mean().backward()
+        other.step()
+        session.train_step([x], lambda y, _: y.square().mean())
+        if step == 0:
+            session.snapshot()
+            session.train_step([x], lambda y, _: y.square().sum())
+            session.rollback()
+    trainstream.unwrap(model)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours, theirs)

@@ -80,7 +80,8 @@ class Relief:
             buffer = place.get(key)
             if buffer is None or buffer.is_inference():
                 continue
-            copy = self._copy_of((id(place), key), buffer) if buffer.nbytes <= _SMALL_BUFFER_BYTES else None
+            small = buffer.layout is torch.strided and buffer.nbytes <= _SMALL_BUFFER_BYTES
+            copy = self._copy_of((id(place), key), buffer) if small else None
             if copy is not None:
                 sources.append(buffer.detach())
                 copies.append(copy)

@@ -146,7 +146,8 @@ class _Before:
         """Return why the failed pass cannot be undone, or an empty text."""
         for place, key, buffer, copy, version in self._buffers:
             if copy is None and (place.get(key) is not buffer or buffer._version != version):
-                return f"it wrote the buffer {key!r} of {buffer.nbytes} bytes, of which no copy is kept"
+                nbytes = buffer.numel() * buffer.element_size()
+                return f"it wrote the buffer {key!r} of {nbytes} bytes, of which no copy is kept"
         return ""
 
     def roll_back(self) -> None:

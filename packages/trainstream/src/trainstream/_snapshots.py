@@ -63,7 +63,7 @@ class Snapshot:
             buffers = [(place, key, b) for place, key in owners if isinstance(b := place.get(key), Tensor)]
             tensors = [*trained, *[b for *_, b in buffers]]
             tensors += [t for e in entries.values() for t in e.values() if isinstance(t, Tensor)]
-            nbytes = sum(t.nbytes for t in tensors)
+            nbytes = sum(t.numel() * t.element_size() for t in tensors)
             keep = _Keeper(session, nbytes)
             return cls(
                 step=session.steps,
@@ -143,7 +143,7 @@ class _Keeper:
     def __call__(self, value: Any) -> Any:
         if not isinstance(value, Tensor):
             return copy.deepcopy(value)
-        if self._files is not None and value.numel():
+        if self._files is not None and value.numel() and value.layout is torch.strided:
             return self._files.place(value.cpu())
         return value.to("cpu", copy=True)
 

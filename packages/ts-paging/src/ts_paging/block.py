@@ -443,15 +443,16 @@ class PagedBlock:
         for place, key in self._buffers:
             buffer = place.get(key)
             if buffer is not None:
-                small = buffer.nbytes <= _SMALL_BUFFER_BYTES
+                small = buffer.numel() * buffer.element_size() <= _SMALL_BUFFER_BYTES
                 found.append((place, key, buffer, buffer.clone() if small else None, _version(buffer)))
         return found
 
     def _expect_constant(self, buffers: list[_Buffer]) -> None:
         for place, key, buffer, copied, version in buffers:
             if copied is None and (place.get(key) is not buffer or _version(buffer) != version):
+                nbytes = buffer.numel() * buffer.element_size()
                 raise StateError(
-                    f"paged block {self.name!r}: its forward writes the buffer {key!r} of {buffer.nbytes} "
+                    f"paged block {self.name!r}: its forward writes the buffer {key!r} of {nbytes} "
                     f"bytes; a block that recomputes may write buffers of {_SMALL_BUFFER_BYTES} bytes at "
                     "most. Keep or offload the activations of this block"
                 )
@@ -477,7 +478,8 @@ class PagedBlock:
             if count is not None:
                 count(tensor)
             # A packed weight of a resident block has no storage; it is small, and stays.
-            if type(tensor) is Tensor or type(tensor) is nn.Parameter:
+            plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
+            if plain and tensor.layout is torch.strided:
                 if start <= tensor.data_ptr() < end:
                     return _Weight(self, tensor.detach(), stamp)
                 if park is not None:

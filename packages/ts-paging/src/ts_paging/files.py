@@ -56,7 +56,7 @@ def locate(tensor: Tensor) -> tuple[FileTensors, str] | None:
 
 def _find(tensor: Tensor) -> tuple[FileTensors, str, int] | None:
     """Return the files, key and first byte of a tensor that lies in a mapping."""
-    if tensor.device.type != "cpu" or not tensor.numel():
+    if tensor.device.type != "cpu" or not tensor.numel() or tensor.layout is not torch.strided:
         return None
     number, offset = _C.find_mapping(tensor.data_ptr())
     found = _mapped.get(number) if number else None

@@ -25,7 +25,7 @@ import trainstream
 import ts_quant
 from trainstream._options import WrapOptions
 from trainstream._paging import asked
-from ts_core.errors import OptionError
+from ts_core.errors import OptionError, StateError
 from ts_core.testing import devices
 
 # PEFT still reads the old name of a property that transformers renamed.
@@ -313,3 +313,38 @@ def test_other_optimizers_train_paged_weights():
     assert optimizer is stock
     losses = steps(model, optimizer, plain)[0]
     assert losses == steps(expected, torch.optim.SGD(expected.parameters(), lr=0.1, momentum=0.9), plain)[0]
+
+
+class WritesInPlace(nn.Module):
+    """What stands between its blocks is written into their outputs."""
+
+    def __init__(self, last):
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(8, 8), last) for _ in range(3)])
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = layer(x)
+            x *= 2
+        return x.square().sum()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, {"activation_offload": True}])
+def test_outputs_of_blocks_may_be_written_in_place_as_in_plain_torch(options):
+    torch.manual_seed(0)
+    plain, x = WritesInPlace(nn.GELU()), torch.randn(2, 8)
+    model, _ = trainstream.wrap(
+        copy.deepcopy(plain), None, param_offload=True, min_offload_bytes=0, **options
+    )
+    plain(x).backward()
+    model(x).backward()
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert torch.equal(ours.grad, theirs.grad)
+    trainstream.unwrap(model)
+
+
+def test_an_output_that_backward_needs_may_not():
+    model, _ = trainstream.wrap(WritesInPlace(nn.Tanh()), None, param_offload=True)
+    loss = model(torch.randn(2, 8))
+    with pytest.raises(StateError, match="needed for backward was modified in place"):
+        loss.backward()

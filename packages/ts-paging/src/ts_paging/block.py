@@ -63,7 +63,8 @@ class _Gate(torch.autograd.Function):
         ctx.block = block
         ctx.run = block.pager.activations.latest()
         ctx.set_materialize_grads(False)
-        return tuple(tensor.view_as(tensor) for tensor in tensors)
+        # Detached, not a view: what a model writes into a block's output in place would be an error then.
+        return tuple(tensor.detach() for tensor in tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:

@@ -48,14 +48,12 @@ import dataclasses
 import gzip
 import json
 import os
-import platform
 import statistics
 import subprocess
 import sys
 import tempfile
 import threading
 import time
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -78,9 +76,6 @@ WARMUP = 3
 PHASES = {"fwd": "forward", "bwd": "backward"}
 SETTLE = 40  # steps after which a session that still adapts is timed all the same
 PARTS = "parts:"  # before an engine's name: its model and its optimizer, each alone
-VERSIONS = (
-    "torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "torchao", "deepspeed", "trainstream"
-)  # fmt: skip
 
 
 def scenario_of(args: argparse.Namespace) -> tuple[str, str, int, int, float]:
@@ -281,7 +276,7 @@ def timed(
         **plan_fields(engine, moved, statistics.median(loop.times[first:]), link),
         **sampler.fields(),
     }
-    return {**line, **ending(args, loop), **machine()}
+    return {**line, **ending(args, loop), **measure.machine()}
 
 
 def time_fields(loop: Loop, first: int) -> dict:
@@ -318,25 +313,6 @@ def moves(engine: engines.Engine) -> bool:
     """Whether weights are paged, or updated on the host: the link matters."""
     session = getattr(engine.model, "_trainstream_session", None)
     return session is not None and (session.pager is not None or session.plan.optimizer != "none")
-
-
-def machine() -> dict:
-    """What the line was measured on."""
-    import torch
-
-    versions = {}
-    for name in VERSIONS:
-        try:
-            versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            continue
-    cuda = torch.cuda.is_available()
-    return {
-        "device": torch.cuda.get_device_name(0) if cuda else platform.processor() or "cpu",
-        "cpu_count": os.cpu_count(),
-        "threads": torch.get_num_threads(),
-        "versions": versions,
-    }
 
 
 def memory_fields(engine: engines.Engine, cuda: bool) -> dict:

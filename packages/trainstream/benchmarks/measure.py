@@ -8,10 +8,12 @@ import gc
 import hashlib
 import mmap
 import os
+import platform
 import statistics
 import threading
 import time
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,14 @@ __all__ = [
     "host_bytes",
     "host_tensor_bytes",
     "link_rate",
+    "machine",
     "optimizer_alone",
     "read_rate",
 ]
+
+VERSIONS = (
+    "torch", "transformers", "peft", "bitsandbytes", "liger-kernel", "torchao", "deepspeed", "trainstream"
+)  # fmt: skip
 
 
 class Sampler(threading.Thread):
@@ -308,4 +315,23 @@ def optimizer_alone(parameters: Any, device: str, options: dict[str, Any], lr: f
         "t_norm_s": round(statistics.median(norms[2:]), 5),
         "adamw_parameters_per_s": round(sum(p.numel() for p in host) / statistics.median(alone)),
         "adamw_threads": options.get("threads") or torch.get_num_threads(),
+    }
+
+
+def machine() -> dict:
+    """What the line was measured on."""
+    import torch
+
+    versions = {}
+    for name in VERSIONS:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    cuda = torch.cuda.is_available()
+    return {
+        "device": torch.cuda.get_device_name(0) if cuda else platform.processor() or "cpu",
+        "cpu_count": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+        "versions": versions,
     }

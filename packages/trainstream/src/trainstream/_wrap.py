@@ -204,8 +204,11 @@ def _configure(session: Session, optimizer: OffloadAdamW, *, given: bool) -> lis
             lines.append("gradients of 16-bit weights add up in fp32: from the second pass on .grad is fp32")
     optimizer.reconfigure(**changes)
     optimizer.attach(session.model)
-    if pager is not None and optimizer.needs_norm:
-        pager.sink.square_sum = grad_sumsq
+    if pager is not None:
+        # Its updates wait for gradients themselves, but for those that run from a hook.
+        pager.sink.late = pager.sink.narrow = not optimizer.works_in_backward
+        if optimizer.needs_norm:
+            pager.sink.square_sum = grad_sumsq
     return lines
 
 

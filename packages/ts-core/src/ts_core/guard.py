@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torch.utils.weak import TensorWeakRef
 
+from .arriving import ArrivingGradient, settled_gradient
 from .errors import StateError
 
 __all__ = ["Guard", "GuardedParameter", "guard", "guard_of", "release"]
@@ -255,6 +256,8 @@ class GuardedParameter(nn.Parameter):
             return handle
         with torch._C.DisableTorchFunctionSubclass():
             result = func(*args, **kwargs)
+            if type(result) is ArrivingGradient and func == _READS_GRAD:
+                result = settled_gradient(args[0])
             if func in _SILENT:
                 torch.autograd.graph.increment_version(args[0] if args else kwargs["self"])
             _note_views((args, kwargs), result)
@@ -384,6 +387,11 @@ def release(parameter: nn.Parameter) -> None:
         entry.wait()
     except Exception as error:
         failure = error
+    try:
+        with torch._C.DisableTorchFunctionSubclass():
+            settled_gradient(parameter)
+    except Exception as error:
+        failure = failure or error
     _table.pop(id(parameter), None)
     parameter.__class__ = nn.Parameter
     entry.give_back(parameter)

@@ -125,6 +125,12 @@ class Update:
         with self._lock:
             self._advance()
 
+    @property
+    def ready(self) -> bool:
+        """Whether it would not have to wait for gradients."""
+        plain = self._plain
+        return plain is None or all(work.arrived for work in plain.works)
+
     def run(self) -> None:
         """Run it unless somebody else does; errors are kept for those who wait."""
         if self._lock.acquire(blocking=False):
@@ -146,6 +152,8 @@ class Update:
             return
         try:
             self.post()
+            for work in plain.works:
+                work.arrive()
             # Only tensors that are not guarded are used, so that a signal handler that comes in between can
             # use those that are.
             with span("ts/optim/update"), torch.no_grad():
@@ -193,8 +201,13 @@ def _watched(works: Sequence[Work]) -> list[torch.Tensor]:
 
 
 def _work_off(updates: Sequence[Update]) -> None:
-    for update in updates:
-        update.run()
+    """Run updates in their order; one whose gradients are not there yet lets others pass.
+
+    Gradients arrive in about the opposite order, so if none is ready the last one will be first.
+    """
+    left = list(updates)
+    while left:
+        left.pop(next((at for at, update in enumerate(left) if update.ready), -1)).run()
 
 
 def by_rank(works: Sequence[Work]) -> list[list[Work]]:

@@ -105,7 +105,7 @@ class EagerUpdates(Stepping):
                 if not self._begun and self._measures is not None:
                     self._note_measured()
                 hyper = [hyper_of(group) for group in self.param_groups]
-                work = self._collect([(*place, param, grad)])[0]
+                work = self._collect([(*place, param, grad, None)])[0]
                 if self._options.measure_grad_norm:
                     self._sums[work.index] = square_sums([work], self._options.threads or 0)[0], param
                 terms = self._terms(hyper, 1.0)

@@ -9,10 +9,11 @@ from typing import Any, cast
 import torch
 from torch.utils._pytree import tree_map
 
+from ts_core.arriving import ArrivingGradient, settled_gradient
 from ts_core.errors import StateError
 from ts_core.guard import guard_of
 
-__all__ = ["Arrivals", "ConsumedGradient", "gradient_of"]
+__all__ = ["Arrivals", "ConsumedGradient", "gradient_of", "posted_gradient"]
 
 _LOW = (torch.bfloat16, torch.float16)
 _aten = torch.ops.aten
@@ -105,11 +106,25 @@ def _read(value: Any) -> Any:
 def gradient_of(param: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient that a step has to use: None too where it was used during backward.
 
+    One that is still arriving is waited for.
+
+    Args:
+        param: A parameter, seen past its own class.
+    """
+    grad = settled_gradient(param)
+    return grad.value if isinstance(grad, ConsumedGradient) else grad
+
+
+def posted_gradient(param: torch.Tensor) -> tuple[torch.Tensor | None, ArrivingGradient | None]:
+    """Return what `gradient_of` does, or the tensor that it is arriving in, and what tells when it is there.
+
     Args:
         param: A parameter, seen past its own class.
     """
     grad = param.grad
-    return grad.value if isinstance(grad, ConsumedGradient) else grad
+    if isinstance(grad, ArrivingGradient) and grad.value is None:
+        return grad.payload, grad
+    return gradient_of(param), None
 
 
 class Arrivals:
@@ -156,7 +171,7 @@ class Arrivals:
     def _before(self, key: int, grad: torch.Tensor) -> torch.Tensor | None:
         param = self._params[key]
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
-            held = param.grad
+            held = settled_gradient(param)
             if isinstance(held, ConsumedGradient):
                 param.grad = held = held.value
             if self.wide and held is not None and held.dtype in _LOW and param.dtype in _LOW:

@@ -268,6 +268,11 @@ class OffloadAdamW(EagerUpdates):
     # -- what users call ---------------------------------------------------------------------------------
 
     @property
+    def works_in_backward(self) -> bool:
+        """Whether parameters are updated while `backward()` runs."""
+        return self._options.in_backward
+
+    @property
     def needs_norm(self) -> bool:
         """Whether a step has to look at all gradients before it updates the first parameter."""
         return self._options.needs_norm

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ts_core.arriving import ArrivingGradient
 from ts_core.guard import guard_of
 
 from .slots import Slot, State, flat_gradient, key_of
@@ -113,14 +114,21 @@ class Roster:
             of another class, dtype or shape, the first gradient of a parameter.
         """
         grads: list[Any] = list(map(_GRAD, self._params))
+        coming = [g if type(g) is ArrivingGradient and g.value is None else None for g in grads]
+        late = any(each is not None for each in coming)
+        if late:
+            grads = [g if c is None else c.payload for g, c in zip(grads, coming, strict=True)]
         if not _PLAIN.issuperset(map(type, grads)) or any(_GRAD(p) is not None for p in self._others):
             return None
-        columns: list[Any] = [self._indices, self._groups, self._slots, self._params, *self._keys]
+        columns: list[Any] = [self._indices, self._groups, self._slots, self._params, coming, *self._keys]
         if not all(grad is not None for grad in grads):
             there = [grad is not None for grad in grads]
             columns = [list(compress(column, there)) for column in columns]
             grads = list(compress(grads, there))
-        indices, groups, slots, params, addresses, dtypes, devices, shapes, strides = columns
+        indices, groups, slots, params, coming, addresses, dtypes, devices, shapes, strides = columns
+        given = list(map(_DTYPE, grads))
+        if late:  # a payload may be narrower than the gradient it stands for
+            given = [d if c is None else c.dtype for d, c in zip(given, coming, strict=True)]
         if not (
             _equal(map(_T.data_ptr, params), addresses)
             and _equal(map(_T.stride, params), strides)
@@ -129,7 +137,7 @@ class Roster:
             and _equal(map(_DEVICE, params), devices)
             and {torch.strided}.issuperset(map(_LAYOUT, grads))
             and _equal(map(_T.size, grads), shapes)
-            and _alike(list(map(_DTYPE, grads)), dtypes)
+            and _alike(given, dtypes)
         ):
             return None
         guards = list(map(guard_of, params))
@@ -142,10 +150,12 @@ class Roster:
             )
         ]
         known = [
-            guard.square_sum_of(grad) if sums and guard is not None else None
-            for guard, grad in zip(guards, grads, strict=True)
+            guard.square_sum_of(grad if arriving is None else arriving)
+            if sums and guard is not None
+            else None
+            for guard, grad, arriving in zip(guards, grads, coming, strict=True)
         ]
-        return list(map(Work, indices, groups, slots, flats, known, guards))
+        return list(map(Work, indices, groups, slots, flats, known, guards, coming))
 
 
 def _equal(now: Iterable[Any], before: list[Any]) -> bool:

@@ -7,13 +7,14 @@ import time
 
 import torch
 
+from ts_core.arriving import ArrivingGradient
 from ts_core.errors import StateError
 from ts_core.guard import guard_of
 
 from . import _C
 from .counts import threads_behind
 from .deferred import by_rank
-from .gradients import gradient_of
+from .gradients import posted_gradient
 from .housing import Housing
 from .kernel import Measures, PlainUpdate, Terms, call_kernel, update_double
 from .norms import square_sums
@@ -65,20 +66,27 @@ class Stepping(Housing):
         else:
             roster = None
         works = self._collect(
-            [(i, g, p, grad) for i, g, p in positions.all if (grad := gradient_of(p)) is not None]
+            [
+                (i, g, p, grad, arriving)
+                for i, g, p in positions.all
+                for grad, arriving in [posted_gradient(p)]
+                if grad is not None
+            ]
         )
         if roster is None and not self._options.in_backward:  # there gradients come one by one
             self._roster = Roster(positions, self._slots, self._state)
         return works
 
-    def _collect(self, found: list[tuple[int, int, torch.Tensor, torch.Tensor]]) -> list[Work]:
+    def _collect(
+        self, found: list[tuple[int, int, torch.Tensor, torch.Tensor, ArrivingGradient | None]]
+    ) -> list[Work]:
         """Check every gradient, then make missing state; the state is stored when all of it is there.
 
         Args:
-            found: Index, group, parameter and gradient of each.
+            found: Index, group, parameter and gradient of each, and what tells when it is there.
         """
         stale: list[tuple[torch.Tensor, State]] = []
-        for _, _, param, grad in found:
+        for _, _, param, grad, _ in found:
             slot, old = self._slots.get(param), self._state.get(param)
             fits = slot is not None and old is not None and slot.current(key_of(param), old)
             # Layout, dtype and device of the gradient differ from step to step at the user's will.
@@ -90,10 +98,10 @@ class Stepping(Housing):
         states = self._make_states(stale, copy=False)
         slots = {param: self._maker.make_slot(param, state, key_of(param)) for param, state in states}
         works = []
-        for index, group, param, grad in found:
+        for index, group, param, grad, arriving in found:
             slot, guard = slots.get(param) or self._slots[param], guard_of(param)
-            known = None if guard is None else guard.square_sum_of(grad)
-            works.append(Work(index, group, slot, flat_gradient(slot, grad), known, guard))
+            known = None if guard is None else guard.square_sum_of(grad if arriving is None else arriving)
+            works.append(Work(index, group, slot, flat_gradient(slot, grad), known, guard, arriving))
         for (param, new), (_, old) in zip(states, stale, strict=True):
             self._maker.discard(only_in(old, new))
             before = self._slots.get(param)
@@ -121,6 +129,9 @@ class Stepping(Housing):
         if not self._options.needs_norm:
             return scale
         start = time.perf_counter()
+        for work in works:
+            if work.square_sum is None:
+                work.arrive()
         known = dict(self._sums)
         for work, value in zip(works, square_sums(works, self._options.threads or 0), strict=True):
             known[work.index] = value, work.slot.param
@@ -170,6 +181,7 @@ class Stepping(Housing):
             if work.waits:
                 later.append(work)
             else:
+                work.arrive()
                 buckets.setdefault(work.slot.bucket, []).append(work)
 
         def run(batch: Batch) -> None:

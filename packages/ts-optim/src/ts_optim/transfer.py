@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from ts_core.arriving import ArrivingGradient
 from ts_core.guard import Guard
 from ts_core.registry import CopyTicket, copy_engine
 
@@ -28,6 +29,7 @@ class Work:
         grad: Its gradient, in the element order of the slot: flat, or contiguous if the slot is `direct`.
         square_sum: Of the gradient, if it was measured before it came to the host.
         guard: The parameter's guard, if it has one.
+        arriving: What tells when the gradient is there, if it may not be yet.
     """
 
     index: int
@@ -36,6 +38,17 @@ class Work:
     grad: torch.Tensor
     square_sum: float | None = None
     guard: Guard | None = None
+    arriving: ArrivingGradient | None = None
+
+    @property
+    def arrived(self) -> bool:
+        """Whether the gradient can be read without waiting."""
+        return self.arriving is None or self.arriving.arrived
+
+    def arrive(self) -> None:
+        """Wait for the gradient."""
+        if self.arriving is not None:
+            self.arriving.wait()
 
     @property
     def waits(self) -> bool:

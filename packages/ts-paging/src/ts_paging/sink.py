@@ -4,6 +4,10 @@ Contributions of one backward pass to one Parameter are summed in the order they
 them for an ordinary leaf, and the sum is added to ``p.grad`` once, at the end of the pass. So after
 ``backward()`` returns, ``p.grad`` is a real tensor on the host with the bits it would have had.
 
+Where an optimizer waits for gradients itself, `late` lets ``backward()`` return before they are there:
+``p.grad`` is then an `ArrivingGradient`, an ordinary tensor to whoever reads it. Where every value of a
+gradient has a 16-bit form, as autocast makes them for fp32 weights, `narrow` sends that.
+
 Contributions to a Parameter that several modules use, such as a tied embedding, wait on the device for each
 other and leave as one: the last of them comes at the very end, and a sum on the host would come on top.
 
@@ -22,6 +26,7 @@ from typing import Any, NamedTuple, Protocol, cast
 import torch
 from torch import Tensor, nn
 
+from ts_core.arriving import ArrivingGradient, Landing, settled_gradient
 from ts_core.guard import Guard, guard_of
 from ts_core.registry import CopyTicket
 
@@ -59,6 +64,9 @@ def _holders(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
+_HELD_BYTES = (
+    512 << 20
+)  # of gradients on a device of which is not known yet whether their narrow form will do
 SquareSum = Callable[[Sequence[Tensor]], Tensor]
 _MEASURED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -75,12 +83,14 @@ class _Part:
     """A contribution: its host buffer, the copy under way, and its sum of squares if it is measured.
 
     One that waits on the device has no buffer yet, but the gradient and the stream that it was made on.
+    `wide` is, on the device and in the order of the buffer, what left in a narrower format.
     """
 
-    __slots__ = ("from_device", "held", "host", "squares", "stream", "thread", "ticket")
+    __slots__ = ("from_device", "held", "host", "squares", "stream", "thread", "ticket", "wide")
 
     def __init__(self, host: Tensor | None, ticket: CopyTicket | DiskTicket | None) -> None:
         self.host, self.ticket = host, ticket
+        self.wide: Tensor | None = None
         self.from_device = False
         self.thread = threading.get_ident()
         self.held: Tensor | None = None
@@ -92,6 +102,14 @@ _Parts = dict[int, tuple[nn.Parameter, list[_Part]]]
 _Batch = list[tuple[_Part, Tensor, Tensor]]  # a part, where it goes, and what leaves the device
 
 
+class _Narrow(NamedTuple):
+    """Gradients that have left in a narrower format; whether that lost anything arrives on the host later."""
+
+    parts: list[tuple[nn.Parameter, _Part]]
+    lost: Tensor
+    ticket: Any
+
+
 class _Pass:
     """What one backward pass has brought so far; the engine calls it at the end of the pass.
 
@@ -99,13 +117,15 @@ class _Pass:
     checkpointing) has its own.
     """
 
-    __slots__ = ("__weakref__", "_sink", "_task", "parts")
+    __slots__ = ("__weakref__", "_sink", "_task", "narrow", "parts")
 
     def __init__(self, sink: GradientSink, task: int) -> None:
         self._sink, self._task = sink, task
         self.parts: _Parts = {}
+        self.narrow: list[_Narrow] = []
 
     def __call__(self) -> None:
+        self._sink._settle_narrow(self, 0)
         self._sink._land(self.parts)
         # Else the dictionary hears of our end in a callback, where a Ctrl-C that comes then is lost.
         self._sink._passes.pop(self._task, None)
@@ -118,6 +138,8 @@ class GradientSink:
         d2h_bytes: Bytes that left a device so far.
         shared: ids of Parameters that several modules use.
         square_sum: Measures gradients before they leave, or None; see `__init__`.
+        late: A pass may end before its gradients are there.
+        narrow: fp32 gradients of fp32 Parameters leave as bfloat16 where that has the same values.
     """
 
     def __init__(self, memory: HostMemory | None = None, square_sum: SquareSum | None = None) -> None:
@@ -138,6 +160,8 @@ class GradientSink:
         self._spare: dict[int, list[tuple[Tensor, int]]] = {}
         self.shared: set[int] = set()
         self.d2h_bytes = 0
+        self.late = self.narrow = False
+        self._no_narrow: set[int] = set()  # ids of Parameters whose gradients have shown other values
 
     def divert(self, parameter: nn.Parameter, grad: Tensor) -> None:
         """Take what reached a Parameter directly, by a penalty computed on it; arguments are those of `add`.
@@ -171,13 +195,15 @@ class GradientSink:
             if under_way is None:
                 self._passes[task] = under_way = _Pass(self, task)
                 torch.autograd.Variable._execution_engine.queue_callback(under_way)
+            self._settle_narrow(under_way, _HELD_BYTES)
             batch: _Batch = []
-            alone = [
-                (part, source)
+            left = [
+                (parameter, *self._leave(under_way, parameter, grad, first, batch))
                 for parameter, grad in grads
-                for part, source in [self._leave(under_way, parameter, grad, first, batch)]
-                if source is not None
             ]
+            alone = [(part, source) for _, part, source in left if source is not None]
+            if narrow := [(parameter, part) for parameter, part, _ in left if part.wide is not None]:
+                under_way.narrow.append(_look_for_losses(narrow, batch))
             self._depart(batch)
             # After the copies have been asked for, so that they need not wait for this.
             self._measure(alone)
@@ -202,24 +228,29 @@ class GradientSink:
             The part, and the gradient as one dimension if it is to be measured.
         """
         parts = under_way.parts.setdefault(id(parameter), (parameter, []))[1]
-        if grad.is_cuda and id(parameter) in self.shared and grad.dtype is parameter.dtype:
+        away = _is_away(grad)
+        if away and id(parameter) in self.shared and grad.dtype is parameter.dtype:
             part = _Part(None, None)
-            part.held, part.stream = grad.detach(), torch.cuda.current_stream(grad.device)
+            part.held, part.stream = grad.detach(), _stream_of(grad)
             part.from_device = True
             parts.append(part)
             return part, None
-        host = self._buffer(parameter)
-        flat = host.as_strided((host.numel(),), (1,))
-        place = None if grad.is_cuda else locate(host)
-        part = _Part(host, None)
-        part.from_device = grad.is_cuda
         # Only a gradient that may land as it is: no second contribution, nor one added to what is there.
         alone = not parts and parameter.grad is None
-        if not grad.is_cuda and place is None:
+        narrow = away and alone and self._narrows(parameter, grad)
+        host = self._buffer(parameter, torch.bfloat16 if narrow else None)
+        flat = host.as_strided((host.numel(),), (1,))
+        place = None if away else locate(host)
+        part = _Part(host, None)
+        part.from_device = away
+        if not away and place is None:
             host.copy_(grad)
             source = flat
+        elif narrow:
+            source = part.wide = _flat_as(grad, host, parameter.dtype)
+            batch.append((part, flat, source.to(torch.bfloat16)))
         else:
-            source = _flat_as(grad, host)
+            source = _flat_as(grad, host, host.dtype)
             if place is not None:
                 part.ticket = place[0].write_async(flat, source)
             else:
@@ -227,6 +258,35 @@ class GradientSink:
         raced = first and any(other.from_device and other.thread != part.thread for other in parts)
         parts.insert(0 if raced else len(parts), part)
         return part, source if alone and self._measures(parameter, host) else None
+
+    def _narrows(self, parameter: nn.Parameter, grad: Tensor) -> bool:
+        """Whether to try a narrower format."""
+        wide = parameter.dtype is torch.float32 and grad.dtype is torch.float32
+        return self.narrow and wide and id(parameter) not in self._no_narrow and is_dense(parameter.detach())
+
+    def _settle_narrow(self, under_way: _Pass, held_bytes: int) -> None:
+        """Let go of gradients whose narrow form will do, and send the others as they are.
+
+        Args:
+            under_way: The pass.
+            held_bytes: On the device of gradients of which is not known yet; what is above is waited for.
+        """
+        held = sum(
+            part.wide.nbytes for each in under_way.narrow for _, part in each.parts if part.wide is not None
+        )
+        batch: _Batch = []
+        while under_way.narrow and (held > held_bytes or under_way.narrow[0].ticket.done()):
+            each = under_way.narrow.pop(0)
+            each.ticket.wait()
+            for (parameter, part), lost in zip(each.parts, each.lost.tolist(), strict=True):
+                wide, part.wide = part.wide, None
+                assert wide is not None
+                held -= wide.nbytes
+                if lost:
+                    self._no_narrow.add(id(parameter))
+                    part.host = self._buffer(parameter)
+                    batch.append((part, part.host.as_strided((part.host.numel(),), (1,)), wide))
+        self._depart(batch)
 
     def _measures(self, parameter: nn.Parameter, host: Tensor) -> bool:
         """Whether a gradient can be measured in an order of elements that its optimizer will see too."""
@@ -239,7 +299,7 @@ class GradientSink:
             held = [part for part in contributions if part.held is not None]
             if not held:
                 continue
-            with torch._C.DisableTorchFunctionSubclass(), torch.cuda.stream(held[-1].stream):
+            with torch._C.DisableTorchFunctionSubclass(), _on(held[-1].stream):
                 joined = len(held) == len(contributions) and len({part.stream for part in held}) == 1
                 if joined:
                     while len(held) > 1:
@@ -250,7 +310,7 @@ class GradientSink:
                     part.host = self._buffer(parameter)
                     grad, part.held = part.held, None
                     assert grad is not None
-                    source = _flat_as(grad, part.host)
+                    source = _flat_as(grad, part.host, part.host.dtype)
                     batch.append((part, part.host.as_strided((part.host.numel(),), (1,)), source))
                 self._depart(batch)
                 if joined and parameter.grad is None and self._measures(parameter, batch[0][1]):
@@ -260,9 +320,9 @@ class GradientSink:
         devices: dict[torch.device, list[tuple[_Part, Tensor]]] = {}
         for part, source in alone:
             devices.setdefault(source.device, []).append((part, source.detach()))
-        for device, entries in devices.items():
+        for entries in devices.values():
             if self.square_sum is not None:
-                stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
+                stream = _stream_of(entries[0][1])
                 values = self.square_sum([source for _, source in entries])
                 for at, (part, _) in enumerate(entries):
                     part.squares = _Squares(values, at, stream)
@@ -276,9 +336,13 @@ class GradientSink:
         """Drop the spare buffers of a Parameter that is paged no more."""
         self._spare.pop(id(parameter), None)
         self.shared.discard(id(parameter))
+        self._no_narrow.discard(id(parameter))
 
     def _buffer(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a buffer that nobody else holds: one that was ``p.grad`` before, or a new one."""
+        """Return a buffer that nobody else holds: one that was ``p.grad`` before, or a new one.
+
+        A copy under way into it holds it.
+        """
         dtype = dtype or parameter.dtype
         spare = self._spare.setdefault(id(parameter), [])
         for tensor, alone in spare:
@@ -309,39 +373,69 @@ class GradientSink:
         self._gather(parts)
         values = _measured(parts)
         for key, (parameter, contributions) in parts.items():
-            for part in contributions:
-                if part.ticket is not None:
-                    part.ticket.wait()
             with torch._C.DisableTorchFunctionSubclass():
-                buffers = [part.host for part in contributions if part.host is not None]
-                buffer = total = buffers[0]
-                for more in buffers[1:]:
-                    total += more
-                # A graph from before its weight returned to the device lands there.
-                total = total.to(parameter.device)
                 entry = guard_of(parameter)
+                before, after = _hooks_of(parameter, entry)
+                hooks = list(before.values())
+                # A hook may edit through memory that moves no version; some say that they do not.
+                left_alone = all(getattr(hook, "leaves_gradient", False) for hook in hooks)
+                late = self._arriving(parameter, contributions) if left_alone and not after else None
+                buffer = total = self._total(parameter, contributions) if late is None else late
+                # A graph from before its weight returned to the device lands there.
+                total = total.to(parameter.device) if late is None else total
                 version = total._version
                 if entry is not None:
                     entry.wide_memory = self._wide
-                before, after = _hooks_of(parameter, entry)
-                hooks = list(before.values())
                 for hook in hooks:
                     changed = hook(total)
                     total = total if changed is None else changed
                 # A buffer is handed out through a tensor of its own, so that holders can be counted.
                 if parameter.grad is None:
-                    parameter.grad = landed = total.detach()
-                    # A hook may edit through memory that moves no version; some say that they do not.
-                    same = all(getattr(hook, "leaves_gradient", False) for hook in hooks)
-                    same = same and total is buffer and total._version == version
+                    parameter.grad = landed = total.detach() if late is None else total
+                    same = left_alone and total is buffer and total._version == version
                     if entry is not None and key in values and same:
                         entry.note_square_sum(landed, values[key])
                 else:
                     if entry is not None:
                         entry.wait()  # a pending update still needs what is there
+                    settled_gradient(parameter)
                     parameter.grad += total
             for done in list(after.values()):
                 done(parameter)
+
+    def _arriving(self, parameter: nn.Parameter, contributions: list[_Part]) -> ArrivingGradient | None:
+        """Make what stands for a gradient until it is there; None: it has to be waited for."""
+        part = contributions[0]
+        usual = self.late and len(contributions) == 1 and parameter.grad is None
+        if not usual or not part.from_device or part.host is None or not hasattr(part.ticket, "done"):
+            return None
+        if guard_of(parameter) is None or parameter.device.type != "cpu":
+            return None
+        reference, me = weakref.ref(parameter), weakref.ref(self)
+
+        def memory() -> Tensor:
+            owner, sink = reference(), me()
+            if owner is not None and sink is not None and id(owner) in sink._spare:
+                with sink._lock:
+                    return sink._buffer(owner).detach()
+            return torch.empty_strided(payload.size(), payload.stride(), dtype=dtype)
+
+        payload, dtype = part.host.detach(), parameter.dtype
+        return ArrivingGradient(payload, cast(Landing, part.ticket), dtype, memory)
+
+    def _total(self, parameter: nn.Parameter, contributions: list[_Part]) -> Tensor:
+        """Wait for contributions and return their sum, in a buffer."""
+        for part in contributions:
+            if part.ticket is not None:
+                part.ticket.wait()
+        buffers = [part.host for part in contributions if part.host is not None]
+        total = buffers[0]
+        if total.dtype is not parameter.dtype:
+            narrow, total = total, self._buffer(parameter)
+            total.copy_(narrow)
+        for more in buffers[1:]:
+            total += more
+        return total
 
 
 def _hooks_of(parameter: nn.Parameter, entry: Guard | None) -> tuple[Mapping[int, Any], Mapping[int, Any]]:
@@ -352,10 +446,32 @@ def _hooks_of(parameter: nn.Parameter, entry: Guard | None) -> tuple[Mapping[int
     return native._backward_hooks or {}, native._post_accumulate_grad_hooks or {}
 
 
-def _flat_as(grad: Tensor, host: Tensor) -> Tensor:
-    """Return a gradient as one dimension, with the dtype and in the order of memory of its host buffer."""
-    if grad.stride() != host.stride() or grad.dtype is not host.dtype:
-        made = torch.empty_strided(host.size(), host.stride(), dtype=host.dtype, device=grad.device)
+def _is_away(grad: Tensor) -> bool:
+    """Whether a gradient is on a device that it leaves for the host."""
+    return grad.is_cuda
+
+
+def _stream_of(grad: Tensor) -> Any:
+    return torch.cuda.current_stream(grad.device) if grad.is_cuda else None
+
+
+def _on(stream: Any) -> Any:
+    return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def _look_for_losses(narrow: list[tuple[nn.Parameter, _Part]], batch: _Batch) -> _Narrow:
+    """Compare gradients with their narrow forms where they are, and have the answer come to the host."""
+    forms = {id(part): form for part, _, form in batch}
+    # A NaN differs from itself, and goes as it is.
+    found = torch.stack([torch.ne(forms[id(part)], cast(Tensor, part.wide)).any() for _, part in narrow])
+    lost = torch.empty(found.shape, dtype=torch.bool, pin_memory=found.is_cuda)
+    return _Narrow(narrow, lost, d2h_many([lost], [found]))
+
+
+def _flat_as(grad: Tensor, host: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return a gradient as one dimension, with a dtype and in the order of memory of its host buffer."""
+    if grad.stride() != host.stride() or grad.dtype is not dtype:
+        made = torch.empty_strided(host.size(), host.stride(), dtype=dtype, device=grad.device)
         grad = made.copy_(grad)
     return grad.as_strided((grad.numel(),), (1,))
 
@@ -385,7 +501,7 @@ def _measured(parts: _Parts) -> dict[int, float]:
     numbers: dict[int, list[float]] = {}
     for stream, tensors in streams.items():
         # On the stream that they were measured on: the one that is current here may be another.
-        with contextlib.nullcontext() if stream is None else torch.cuda.stream(stream):
+        with _on(stream):
             line = iter(torch.cat(list(tensors.values())).tolist())
         numbers.update({key: [next(line) for _ in range(t.numel())] for key, t in tensors.items()})
     return {key: numbers[id(squares.values)][squares.at] for key, squares in found.items()}

@@ -193,7 +193,7 @@ def stopped_works(optimizer, params):
     """Works and terms of a step, without running it."""
     with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
         found = [(i, 0, p, p.grad) for i, p in enumerate(params)]
-        works = optimizer._collect(found)
+        works = optimizer._collect([(*each, None) for each in found])
         hyper = [(0.1, 0.9, 0.999, 1e-8, 1e-2)]
         return works, optimizer._terms(hyper, 1.0)
 

@@ -91,7 +91,10 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--out", type=Path)
+    parser.add_argument("--smoke", action="store_true", help="tiny and once: proves that the script works")
     options = parser.parse_args(argv)
+    if options.smoke:
+        options.rows, options.columns, options.turns = 256, 512, 1
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     shape = (options.rows, options.columns)
     out = torch.empty(shape, dtype=dtype, device=device)

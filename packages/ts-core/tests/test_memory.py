@@ -186,6 +186,12 @@ def test_a_limit_is_all_there_is_when_the_machine_cannot_be_read(monkeypatch):
     assert memory.host_budget(ranks=1) == memory.HostBudget(500, 300, 500, "group", 1)
 
 
+@given(st.integers(0, 2**62), st.none() | st.integers(1, 2**62), st.integers(1, 64))
+def test_the_whole_is_the_container_s_and_not_the_machine_s(total, limit, ranks):
+    budget = memory.HostBudget(total, 0, limit, "test", ranks)
+    assert budget.whole_bytes == (total if limit is None else min(total, limit))
+
+
 @given(st.integers(0, 2**62))
 def test_page_lock_limit_is_the_soft_one(soft):
     with pytest.MonkeyPatch.context() as patch:

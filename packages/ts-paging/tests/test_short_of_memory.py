@@ -4,7 +4,9 @@ import pytest
 import torch
 from test_weight_pager import batch, build, host, one, page
 
+from ts_core.memory import HostBudget
 from ts_core.testing import devices
+from ts_paging import activations, arena
 from ts_paging.activations import HostActivations
 
 
@@ -34,3 +36,22 @@ def test_every_second_block_recomputes_once_memory_is_short(device):
 
 def grads_of(model):
     return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+@pytest.mark.parametrize(
+    ("total", "limit", "ranks", "floor", "lock"),
+    [
+        (1 << 40, None, 1, (1 << 40) // 10, (100 << 30) - (4 << 30)),
+        (1 << 40, None, 8, (1 << 40) // 10 // 8, (100 << 30) - (4 << 30) // 8),
+        # A container of 80 GiB in a machine that says it has a TiB.
+        (1 << 40, 80 << 30, 1, 8 << 30, (100 << 30) - (4 << 30)),
+        (1 << 40, 20 << 30, 1, 4 << 30, (100 << 30) - (2 << 30)),
+        (1 << 40, 80 << 30, 4, 2 << 30, (100 << 30) - (1 << 30)),
+    ],
+)
+def test_what_stays_free_is_a_share_of_the_container_s_ram(monkeypatch, total, limit, ranks, floor, lock):
+    budget = HostBudget(total, 100 << 30, limit, "test", ranks)
+    for module in (activations, arena):
+        monkeypatch.setattr(module, "host_budget", lambda: budget)
+    assert HostActivations().floor_bytes == floor
+    assert arena._ram_to_lock() == lock

@@ -435,7 +435,7 @@ def _profile(bench: Bench) -> HardwareProfile:
         quick=bench.quick,
         unified_memory=unified,
         cores=usable_cores(),
-        ram_bytes=min(host.total_bytes, host.limit_bytes or host.total_bytes),
+        ram_bytes=host.whole_bytes,
         vram_bytes=vram,
         page_lock_limit_bytes=page_lock_limit_bytes(),
         **single,

@@ -25,8 +25,7 @@ def least_left(budget: HostBudget) -> int:
         >>> least_left(HostBudget(64 << 30, 1 << 30, 512 << 20, "example")) >> 20
         8
     """
-    whole = min(budget.total_bytes, budget.limit_bytes or budget.total_bytes)
-    return min(_LEAST, whole // 64)
+    return min(_LEAST, budget.whole_bytes // 64)
 
 
 def require_ram(function: str, nbytes: int, advice: str) -> None:

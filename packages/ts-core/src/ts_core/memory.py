@@ -61,6 +61,17 @@ class HostBudget:
     source: str
     ranks: int = 1
 
+    @property
+    def whole_bytes(self) -> int:
+        """All RAM that the processes here could ever have: physical memory, or a container's limit below it.
+
+        What is a share of "the RAM", such as a floor that stays free, is a share of this: `total_bytes` is
+        the machine's, whoever else it is divided among.
+        """
+        if not self.limit_bytes:
+            return self.total_bytes
+        return min(self.total_bytes, self.limit_bytes)
+
 
 @dataclass(frozen=True)
 class DeviceBudget:

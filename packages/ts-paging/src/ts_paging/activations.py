@@ -322,7 +322,8 @@ class HostActivations(_Store):
         super().__init__(max_ahead_bytes)
         self.memory = memory or (lambda nbytes: registry.host_allocator().empty(nbytes))
         if floor_bytes is None:
-            self.floor_bytes = max(host_budget().total_bytes // 10, _FLOOR_BYTES)
+            budget = host_budget()  # what is available is this rank's share, and so is the floor
+            self.floor_bytes = max(budget.whole_bytes // 10, _FLOOR_BYTES) // budget.ranks
         else:
             self.floor_bytes = parse_bytes(floor_bytes, name="floor_bytes")
         self._available = available or (lambda: host_budget().available_bytes)

@@ -323,7 +323,8 @@ class HostArena:
 
 def _ram_to_lock() -> int:
     budget = host_budget()
-    return budget.available_bytes - min(_KEEP_FREE, budget.total_bytes // 10)
+    # The machine keeps it free once, whatever number of ranks share what is left.
+    return budget.available_bytes - min(_KEEP_FREE, budget.whole_bytes // 10) // budget.ranks
 
 
 def _size(function: str, nbytes: int, name: str = "nbytes") -> int:

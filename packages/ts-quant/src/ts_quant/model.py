@@ -250,7 +250,9 @@ class _Pins:
     def __init__(self, budget: int | None) -> None:
         self.left = 0
         if torch.cuda.is_available():
-            self.left = int(host_budget().total_bytes * _PINNED_FRACTION) if budget is None else budget
+            ram = host_budget()  # a container's, shared by the ranks on it
+            share = int(ram.whole_bytes * _PINNED_FRACTION) // ram.ranks
+            self.left = share if budget is None else budget
 
     def place(self, tensor: torch.Tensor) -> torch.Tensor:
         size = tensor.numel() * tensor.element_size()

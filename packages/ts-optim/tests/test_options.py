@@ -86,9 +86,10 @@ def test_rejected_by_name(name, value):
     assert isinstance(caught.value, ValueError)
 
 
-def test_what_comes_later_says_so():
-    with pytest.raises(OptionError, match=r"distributed=True is not available in this release"):
-        make(distributed=True)
+@pytest.mark.parametrize("other", [{"mode": "auto"}, {"eager": True}])
+def test_averaging_over_ranks_happens_in_step_on_the_host(other):
+    with pytest.raises(OptionError, match=rf"{next(iter(other))}.*distributed=True"):
+        make(distributed=True, **other)
 
 
 def test_eager_needs_to_know_when_a_gradient_is_complete():

@@ -16,6 +16,7 @@ from ts_core.options import boolean
 from ts_core.trace import span
 
 from .auto import ModeChoice, step_seconds
+from .averaging import Averaging
 from .checkpoint import checked_groups, checked_states
 from .deferred import PendingUpdates, await_others
 from .eager import EagerUpdates
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["OffloadAdamW"]
 
-_TIMES = ("kernel_s", "norm_s", "wait_s")
+_TIMES = ("kernel_s", "norm_s", "wait_s", "average_s")
 _COUNTS = ("steps", "skipped_steps", "d2h_bytes", "h2d_bytes")
 
 
@@ -133,7 +134,11 @@ class OffloadAdamW(EagerUpdates):
         threads: Host threads; None takes `torch.get_num_threads()`, at most the cores that this process may
             use, and for updates behind `step()` one less of four or more where CUDA is in use. Results do not
             depend on it.
-        distributed: False. True is not available yet.
+        distributed: Data parallel training: rank 0's weights go to all ranks when the optimizer is made and
+            when a group is added, and `step()` replaces every `p.grad` by its average over the ranks of
+            `torch.distributed`'s default group, before it clips. Each rank keeps the whole state. All ranks
+            make the same calls; with mode "cpu", without eager, and without a `GradScaler`, whose ranks
+            would each look for infinities on their own.
         place: Where the state of a CUDA parameter lives; see `place_by_size`.
         measure_grad_norm: Measure `last_grad_norm` without clipping.
         skip_nonfinite: Skip a step whose gradients hold NaN or infinity: nothing is written. False behaves as
@@ -151,7 +156,7 @@ class OffloadAdamW(EagerUpdates):
             "rounding_seed", and a loaded one replaces it.
 
     Raises:
-        OptionError: A value outside the accepted ones, or not available in this release.
+        OptionError: A value outside the accepted ones, or distributed=True without a process group.
 
     Example:
         >>> weight = torch.nn.Parameter(torch.ones(2))
@@ -239,6 +244,7 @@ class OffloadAdamW(EagerUpdates):
         self._nonfinite: tuple[int, str] | None = None
         self._first_nonfinite: tuple[int, str] | None = None
         self._measures = Measures() if self._options.measure_updates else None
+        self._averaging = Averaging() if self._options.distributed else None
         self._pending = PendingUpdates()
         self._clock = Clock(*_TIMES)
         self._moved = dict.fromkeys(_COUNTS, 0)
@@ -355,7 +361,8 @@ class OffloadAdamW(EagerUpdates):
             ArgumentTypeError: Sparse or complex gradient, or a dtype that is not trained.
             ArgumentError: A gradient that does not fit its parameter.
             OptionError: A group's lr, betas, eps or weight_decay is out of range.
-            StateError: A state tensor that does not fit its parameter, or an update of the last step failed.
+            StateError: A state tensor that does not fit its parameter, an update of the last step failed, or
+                another rank did.
             All are raised before anything is written.
         """
         loss = None
@@ -367,6 +374,7 @@ class OffloadAdamW(EagerUpdates):
         # Nothing is pending now on what is updated, and reads of ours are no escapes.
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass(), span("ts/optim/step"):
             hyper = [hyper_of(group) for group in self.param_groups]
+            self._average()
             works = self._found()
             scale = self._scale(works)
             later: list[list[Work]] = []
@@ -422,7 +430,10 @@ class OffloadAdamW(EagerUpdates):
                     f"option {switch}: not supported; this is AdamW without AMSGrad, minimizing, with "
                     "decoupled decay"
                 )
+        before = len(self._positions().all)
         super().add_param_group(param_group)
+        if self._averaging is not None:
+            self._averaging.share_weights([param for _, _, param in self._positions().all[before:]])
         self._watch()
 
     def attach(self, model: torch.nn.Module, guard: bool = True) -> OffloadAdamW:

@@ -1,15 +1,14 @@
-"""Checks of OffloadAdamW's options: what a release cannot do yet is refused, never ignored."""
+"""Checks of OffloadAdamW's options."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ts_core.errors import OptionError
-from ts_core.options import boolean, choice, integer, not_yet, number
+from ts_core.options import boolean, choice, integer, number
 
 from .placement import PlacePolicy, place_by_size
 
@@ -30,17 +29,12 @@ Hyper = tuple[float, float, float, float, float]
 _FIXED = {"amsgrad": False, "maximize": False, "decoupled_weight_decay": True}
 
 
-def _staged(name: str, value: object, known: Sequence[Any], available: Sequence[Any]) -> Any:
-    choice(name, value, known)
-    return not_yet(name, value, available)
-
-
 @dataclass(frozen=True)
 class OffloadOptions:
     """The checked options of one optimizer, apart from the parameter groups' own.
 
     Raises:
-        OptionError: A value outside the accepted ones, or not available in this release.
+        OptionError: A value outside the accepted ones.
     """
 
     mode: str = "cpu"
@@ -64,7 +58,9 @@ class OffloadOptions:
         choice("mode", self.mode, ("cpu", "gpu", "auto"))
         choice("moment_dtype", self.moment_dtype, tuple(_MOMENTS))
         choice("eager", self.eager, (None, False, True))
-        _staged("distributed", self.distributed, (False, True), (False,))
+        boolean("distributed", self.distributed)
+        if self.distributed:
+            self._check_distributed()
         if self.max_grad_norm is not None:
             number("max_grad_norm", self.max_grad_norm, above=0.0)
         if self.accumulation_steps is not None:
@@ -94,6 +90,18 @@ class OffloadOptions:
             )
         if self.pin_moments and not torch.cuda.is_available():
             raise OptionError("option pin_moments=True needs a CUDA device; None pins where there is one")
+
+    def _check_distributed(self) -> None:
+        if self.mode != "cpu":
+            raise OptionError(
+                f"option mode={self.mode!r}: with distributed=True gradients are averaged on the host; take "
+                "mode='cpu'"
+            )
+        if self.eager:
+            raise OptionError(
+                "option eager=True: with distributed=True gradients are averaged by step(), before which no "
+                "weight can be updated; leave eager None"
+            )
 
     def _check_gpu_mode(self) -> None:
         if self.mode != "gpu":

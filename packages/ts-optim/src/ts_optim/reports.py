@@ -99,6 +99,7 @@ class Reports(torch.optim.Optimizer):
             ones of them and of the buffers), staging_bytes, d2h_bytes and h2d_bytes (copied so far), steps,
             skipped_steps, kernel_s and norm_s (time in host kernels; launches on a device), wait_s (time that
             users of parameters and state waited for pending updates, those they ran themselves included),
+            average_s (time that averaging over ranks took),
             mode ("cpu" or "gpu": who updates host state of CUDA parameters) and mode_reason,
             nonfinite (index and name of the first parameter with a non-finite gradient in the last step, or
             None), first_nonfinite (number of the first step with one, skipped steps counted, and the name).
@@ -137,7 +138,7 @@ class Reports(torch.optim.Optimizer):
         """Return those entries of `stats()` that only count: cheap enough for every step.
 
         Returns:
-            d2h_bytes, h2d_bytes, steps, skipped_steps, kernel_s, norm_s, wait_s; see `stats`.
+            d2h_bytes, h2d_bytes, steps, skipped_steps, kernel_s, norm_s, wait_s, average_s; see `stats`.
         """
         return {**self._moved, **self._clock.read()}
 

@@ -12,6 +12,7 @@ from ts_core.errors import StateError
 from ts_core.guard import guard_of
 
 from . import _C
+from .averaging import Averaging
 from .counts import threads_behind
 from .deferred import by_rank
 from .gradients import posted_gradient
@@ -34,6 +35,7 @@ class Stepping(Housing):
 
     grad_scale: torch.Tensor | None
     found_inf: torch.Tensor | None
+    _averaging: Averaging | None
     #: Something of the step to come has been updated already.
     _begun: bool
     #: By index: sums of squares of gradients that are gone already, with their parameters.
@@ -110,6 +112,20 @@ class Stepping(Housing):
         self._state.update(states)
         self._slots.update(slots)
         return works
+
+    def _average(self) -> None:
+        """Average gradients over all ranks, where there are several."""
+        if self._averaging is None:
+            return
+        if getattr(self, "grad_scale", None) is not None or getattr(self, "found_inf", None) is not None:
+            self.found_inf = self.grad_scale = None  # the scaler leaves them there when this raises
+            raise StateError(
+                "[OffloadAdamW.step] a GradScaler cannot be used with distributed=True: each rank would look "
+                "for infinities in its own gradients, and scales would part. Take bfloat16 without a scaler"
+            )
+        start = time.perf_counter()
+        self._averaging.average([param for _, _, param in self._positions().all], self._name)
+        self._clock.add("average_s", time.perf_counter() - start)
 
     def _scale(self, works: list[Work]) -> float | None:
         """What gradients are multiplied with (loss scale and clipping); None: skip this step."""

@@ -24,7 +24,9 @@ ROOT = Path(__file__).resolve().parent
 PACKAGES = ["ts-core", "ts-quant", "ts-optim", "ts-paging", "ts-fused", "ts-hf", "trainstream"]
 NATIVE = [p for p in PACKAGES if (ROOT / "packages" / p / "CMakeLists.txt").is_file()]
 # Every package's test extra names these; see tools/check_packaging.py.
-TEST_TOOLS = ["pytest>=8", "pytest-cov>=5", "hypothesis>=6.100", "numpy"]
+TEST_TOOLS = ["pytest>=8", "pytest-cov>=5", "pytest-xdist>=3.6", "hypothesis>=6.100", "numpy"]
+# Packages whose many short tests are spread over the cores; the others use the cores by themselves.
+SPREAD = ["ts-hf", "trainstream"]
 # Formatters and checkers differ between releases: one release for everybody.
 RUFF, CLANG_FORMAT, MYPY = "ruff==0.17.6", "clang-format==23.1.5", "mypy==2.4.1"
 
@@ -98,10 +100,14 @@ def tests(session: nox.Session, package: str) -> None:
     data = Path(session.create_tmp()).resolve() / "coverage"
     env = {"COVERAGE_FILE": str(data), "HF_HUB_OFFLINE": "1"}
     session.chdir(ROOT / "packages" / package)
-    # coverage starts before pytest: the shared pytest plugin imports ts_core before pytest-cov would.
-    session.run(
-        "python", "-m", "coverage", "run", "-m", "pytest", f"--junitxml={junit}", *session.posargs, env=env
-    )
+    words = [f"--junitxml={junit}", *session.posargs]
+    if package in SPREAD and not session.posargs:
+        workers = min(4, os.cpu_count() or 1)
+        words += ["-n", str(workers), "--dist", "worksteal", f"--cov={module(package)}", "--cov-report="]
+        session.run("python", "-m", "pytest", *words, env={**env, "OMP_NUM_THREADS": "1"})
+    else:
+        # coverage starts before pytest: the shared pytest plugin imports ts_core before pytest-cov would.
+        session.run("python", "-m", "coverage", "run", "-m", "pytest", *words, env=env)
     if not session.posargs:
         session.run("python", "-m", "coverage", "report", "--skip-covered", env=env)
 

@@ -3,6 +3,7 @@
 import copy
 import gc
 import io
+import operator
 import pickle
 import threading
 import weakref
@@ -445,3 +446,70 @@ def test_a_shallow_copy_is_an_ordinary_parameter():
     assert type(twin) is nn.Parameter
     assert twin.requires_grad
     assert twin.data_ptr() == p.data_ptr()
+
+
+# -- reads that do not wait
+
+
+ALSO_NEW = ("function", "in_a_list_of_keywords")
+NEW_VALUES = {
+    **{name: USES[name] for name in ALSO_NEW},
+    "operator": lambda p: p + 0.0,
+    "reversed": lambda p: torch.zeros(3) + p,
+    "keyword": lambda p: torch.add(input=p, other=torch.zeros(3)),
+    "list": lambda p: torch.stack([p, p])[0],
+    "foreach": lambda p: torch._foreach_add([p], 0.0)[0],
+    "clone": lambda p: p.clone(),
+    "cast": lambda p: p.double(),
+    "tolist": lambda p: torch.tensor(p.tolist()),
+    "overload": lambda p: torch.ops.aten.add.Tensor(p, torch.zeros(3)),
+}
+STILL_WAITS = {
+    **{name: use for name, use in USES.items() if name not in NEW_VALUES},
+    "overload": lambda p: torch.ops.aten.mul_.Tensor(p, torch.ones(3)),
+    "augmented": lambda p: operator.iadd(p, 0.0),
+    "assigned": lambda p: (operator.setitem(p, 0, 5.0), p)[1],
+    "out": lambda p: torch.add(p, 0.0, out=torch.empty(3)),
+    "inplace": lambda p: nn.functional.relu(p, inplace=True),
+    "itself": lambda p: p.contiguous(),
+    "keeps": lambda p: p.float(),
+    "reversed_in_place": lambda p: torch.zeros(3).add_(p),
+    "renormalized": lambda p: nn.functional.embedding(torch.arange(3), p.view(3, 1), max_norm=9.0)[:, 0],
+}
+
+
+@pytest.mark.parametrize("use", NEW_VALUES.values(), ids=NEW_VALUES.keys())
+def test_a_new_value_is_made_at_once_where_reads_do_not_wait(use):
+    parameter, entry = made()
+    entry.waits = False
+    entry.pending = pending = Pending(parameter)
+    with torch.no_grad():
+        assert use(parameter).tolist() == [1.0, 2.0, 3.0]
+        assert pending.calls == 0
+        entry.wait()
+        assert use(parameter).tolist() == [5.0] * 3
+    entry.pending = pending
+    use(parameter.requires_grad_())  # what a graph records is what is trained
+    assert pending.calls == 2
+
+
+@pytest.mark.parametrize("use", STILL_WAITS.values(), ids=STILL_WAITS.keys())
+@pytest.mark.parametrize("grad", [False, True])
+def test_writes_and_what_hands_out_memory_wait_all_the_same(use, grad):
+    parameter, entry = made(requires_grad=False)
+    entry.waits = False
+    entry.pending = pending = Pending(parameter)
+    with torch.set_grad_enabled(grad):
+        found = use(parameter)
+        assert pending.calls == 1
+        assert torch.equal(found.detach(), torch.full((3,), 5.0))
+
+
+def test_a_gradient_is_waited_for_where_values_are_not():
+    parameter, entry = made()
+    parameter.grad = torch.ones(3)
+    entry.waits = False
+    entry.pending = pending = Pending(parameter)
+    with torch.no_grad():
+        assert parameter.grad.tolist() == [1.0] * 3
+    assert pending.calls == 1

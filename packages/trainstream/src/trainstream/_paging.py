@@ -256,6 +256,7 @@ def start_paging(
         activations=store,
         min_offload_bytes=int(options.min_offload_bytes),
         pages=lambda parameter: id(parameter) in paged,
+        waits=options.guard_params,
     )
     blocks = [
         (unit.group.name, unit.modules[0][1], want.policy[index])

@@ -89,6 +89,8 @@ _SILENT = frozenset(
     if (kernel := getattr(torch, name, None)) is not None
 )
 _READS_GRAD = torch.Tensor.grad.__get__  # type: ignore[union-attr]
+#: Functions that may write what they are given without a name that says so.
+_MAY_WRITE = frozenset({"embedding", "embedding_bag"})
 Divert = Callable[[Any, Tensor], None]
 _table: dict[int, Guard] = {}
 
@@ -100,6 +102,8 @@ class Guard:
         pending: Waits for the update under way, or None. If it raises (the update failed, or the wait was
             interrupted) it stays: every use raises or waits again until whoever put it there takes it away.
         rank: Order of use within a forward pass; what is used first is updated first.
+        waits: Whether reads that autograd does not record wait for the update under way. If not, they may
+            see the value before it, after it, or partly either; everything else waits all the same.
         escaped: Memory of the value was handed out in a way that leaves the version counter alone; a slot
             filled earlier cannot be trusted any more. See `note_filled` for when that is over.
         for_good: Whether it stays so whatever happens.
@@ -123,6 +127,7 @@ class Guard:
         "parameter",
         "pending",
         "rank",
+        "waits",
         "wide_memory",
     )
 
@@ -131,6 +136,7 @@ class Guard:
         self.parameter = weakref.ref(parameter)
         self.pending: Callable[[], None] | None = None
         self.rank = 0
+        self.waits = True
         self.escaped = False
         self.for_good = False
         self._holders = -1
@@ -233,12 +239,16 @@ class GuardedParameter(nn.Parameter):
         kwargs = kwargs or {}
         if func is torch.autograd.grad:
             _refuse_grad(args[1] if len(args) > 1 else kwargs.get("inputs"))
+        patient: list[tuple[Tensor, Guard]] = []  # read now; waited for after that if memory was handed out
         for value in (*args, *kwargs.values()):
             if type(value) is cls:
                 entry = _table.get(id(value))
                 if entry is not None:
                     if entry.pending is not None and func not in _PASSIVE:
-                        entry.wait()
+                        if entry.waits or not _only_reads(func, kwargs):
+                            entry.wait()
+                        else:
+                            patient.append((value, entry))
                     if func in _ESCAPES:
                         entry.escaped = True
                         entry.for_good = entry.for_good or func in _FOR_GOOD
@@ -247,7 +257,11 @@ class GuardedParameter(nn.Parameter):
             elif isinstance(value, (list, tuple)):
                 for each in value:
                     if type(each) is cls:
-                        _wait(each)
+                        entry = _table.get(id(each))
+                        if entry is not None and not entry.waits and _only_reads(func, kwargs):
+                            patient.append((each, entry))
+                        else:
+                            _wait(each)
         place = _HOOKS.get(func)
         if place is not None and (entry := _table.get(id(args[0]))) is not None:
             hooks = getattr(entry, place)
@@ -261,6 +275,10 @@ class GuardedParameter(nn.Parameter):
             if func in _SILENT:
                 torch.autograd.graph.increment_version(args[0] if args else kwargs["self"])
             _note_views((args, kwargs), result)
+            for value, entry in patient:
+                # A view can be written through later, and a state_dict is made of views.
+                if _shares(value, result):
+                    entry.wait()
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
@@ -298,6 +316,17 @@ def _refuse_grad(inputs: Any) -> None:
             )
 
 
+def _only_reads(func: Callable[..., Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a function makes something new of a value, outside of any graph, and writes nothing."""
+    if torch.is_grad_enabled() or func in _ESCAPES or func == _READS_GRAD:
+        return False
+    if kwargs.get("out") is not None or kwargs.get("inplace"):
+        return False
+    name = str(getattr(func, "__name__", "_")).partition(".")[0]  # an overload is "mul_.Tensor"
+    writes = (name.endswith("_") and not name.endswith("__")) or name.startswith(("__i", "__set", "__del"))
+    return not writes and name not in _MAY_WRITE
+
+
 def _note_views(given: Any, result: Any) -> None:
     """A view can hand out memory in turn (``p.detach().numpy()``), and nobody tells us then.
 
@@ -309,12 +338,17 @@ def _note_views(given: Any, result: Any) -> None:
     for parameter in _flat(given) if results else ():
         entry = _table.get(id(parameter)) if type(parameter) is GuardedParameter else None
         if entry is not None and not entry.escaped:
-            memory = parameter.untyped_storage()._cdata
-            entry.escaped = any(
-                r is not parameter and r.layout is torch.strided and r.untyped_storage()._cdata == memory
-                for r in results
-                if not r.is_meta and _has_storage(r)
-            )
+            entry.escaped = _shares(parameter, [r for r in results if r is not parameter])
+
+
+def _shares(parameter: Tensor, result: Any) -> bool:
+    """Whether a result is, or holds, a tensor over the Parameter's memory."""
+    memory = parameter.untyped_storage()._cdata
+    return any(
+        r.layout is torch.strided and r.untyped_storage()._cdata == memory
+        for r in _flat(result)
+        if isinstance(r, Tensor) and not r.is_meta and _has_storage(r)
+    )
 
 
 def _flat(value: Any) -> Iterator[Any]:

@@ -274,7 +274,8 @@ class PagedBlock:
             self.pager.sink.renamed(before, now)
             entry = guard_of(before)
             if entry is not None and type(now) in (nn.Parameter, GuardedParameter):
-                guard(now, self.pager.sink.divert).rank = entry.rank
+                seated = guard(now, self.pager.sink.divert)
+                seated.rank, seated.waits = entry.rank, entry.waits
             if id(before) not in kept:
                 release(before)
                 self.pager.sink.forget(before)

@@ -86,6 +86,7 @@ class WeightPager:
         activations: ActivationStore | None = None,
         min_offload_bytes: int = 1 << 20,
         pages: Callable[[nn.Parameter], bool] = lambda parameter: True,
+        waits: bool = True,
     ) -> None:
         """Page nothing yet.
 
@@ -98,12 +99,14 @@ class WeightPager:
             activations: Where saved tensors go.
             min_offload_bytes: Smaller saved tensors stay.
             pages: Which Parameters of a paged block are paged; the others stay where they are.
+            waits: Whether reads outside of any graph wait for updates under way; see `Guard.waits`.
         """
         self.device = device
         self.sink = GradientSink(gradients)
         self.activations = activations or HostActivations()
         self.min_offload_bytes = min_offload_bytes
         self.pages = pages
+        self.waits = waits
         self.governor: Governor | None = None
         self.turns = Turns()
         self.short = False
@@ -154,7 +157,8 @@ class WeightPager:
         for block in sorted([*self.blocks, *self.edges], key=lambda b: -ranks[id(b)]):
             for parameter in block.parameters:
                 if type(parameter) is nn.Parameter or guard_of(parameter) is not None:
-                    guard(parameter, self.sink.divert).rank = ranks[id(block)]
+                    entry = guard(parameter, self.sink.divert)
+                    entry.rank, entry.waits = ranks[id(block)], self.waits
         places = {id(block): self.slots[index % count] for index, block in enumerate(paged)}
         for block in self.blocks:
             block.attach(places.get(id(block)))

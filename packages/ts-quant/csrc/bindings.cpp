@@ -12,4 +12,5 @@ NB_MODULE(_C, m) {
   ts::quant::bind_nested(m);
   ts::quant::bind_nf4(m);
   ts::quant::bind_nvfp4(m);
+  ts::quant::bind_operands(m);
 }

@@ -61,5 +61,6 @@ void bind_int8(nb::module_& m);
 void bind_nested(nb::module_& m);
 void bind_nf4(nb::module_& m);
 void bind_nvfp4(nb::module_& m);
+void bind_operands(nb::module_& m);
 
 }  // namespace ts::quant

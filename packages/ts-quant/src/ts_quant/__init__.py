@@ -21,17 +21,21 @@ from .bnb_checkpoint import bitsandbytes_names, from_bitsandbytes
 from .codecs import BlockCodec, Meta, PackedCodec, Part
 from .error_fit import init_lora_from_error
 from .functional import dequantize, quantize
+from .matmul import Matmul, set_matmul
 from .model import dequantize_model, quantize_model
 from .storage import from_safetensors_dict, to_safetensors_dict
 from .tensor import QuantizedTensor
+from .verify import check_input_gradients
 
 __all__ = [
     "BlockCodec",
+    "Matmul",
     "Meta",
     "PackedCodec",
     "Part",
     "QuantizedTensor",
     "bitsandbytes_names",
+    "check_input_gradients",
     "dequantize",
     "dequantize_model",
     "from_bitsandbytes",
@@ -39,6 +43,7 @@ __all__ = [
     "init_lora_from_error",
     "quantize",
     "quantize_model",
+    "set_matmul",
     "to_safetensors_dict",
 ]
 

@@ -6,6 +6,7 @@ frozen, so between forward and backward only the packed tensors are alive, which
 
 from __future__ import annotations
 
+import functools
 import math
 import threading
 from collections.abc import Mapping
@@ -13,7 +14,9 @@ from typing import Any, cast
 
 import torch
 
+from ._scaled_linear import Form, scaled_linear
 from .codecs import Meta, decode
+from .matmul import DEFAULT, Matmul, how
 
 __all__ = ["linear"]
 
@@ -59,6 +62,10 @@ def _decode_as(packed: tuple[torch.Tensor, ...], layout: Any, dtype: torch.dtype
     return decode(tensors, codec, shape, first, meta, _scratch(packed[0], shape, first)).to(dtype)
 
 
+def _decode_packed(layout: Any, packed: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    return _decode_as(packed, layout, dtype)
+
+
 _local = threading.local()
 
 
@@ -94,6 +101,7 @@ def linear(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     meta: Meta,
+    options: Matmul = DEFAULT,
 ) -> torch.Tensor:
     """Multiply with a packed weight.
 
@@ -105,6 +113,7 @@ def linear(
         shape: `(out_features, in_features)`.
         dtype: Dtype that the weight presents.
         meta: Description of the packing.
+        options: Whether tensor cores may take it packed, and how.
 
     Returns:
         `(..., out_features)`.
@@ -112,7 +121,7 @@ def linear(
     Raises:
         RuntimeError: Shapes or dtypes do not fit; PyTorch's own message.
     """
-    kind = x.device.type
+    kind, given = x.device.type, x
     if torch.is_autocast_enabled(kind) and x.dtype != torch.float64:
         cast_to = torch.get_autocast_dtype(kind)
         x = x.to(cast_to)
@@ -120,6 +129,10 @@ def linear(
     elif x.dtype != dtype:
         raise RuntimeError(f"expected input and weight of one dtype, got {x.dtype} and {dtype}")
     layout = (codec, shape, dtype, meta, tuple(packed))
+    chosen = how(codec, shape, x, options)
+    if chosen is not None and x.shape[-1] == shape[1]:
+        form = Form(chosen[0], shape, chosen[1], chosen[2], options.outliers)
+        return scaled_linear(x, bias, packed, form, functools.partial(_decode_packed, layout), given)
     if not torch.is_grad_enabled() or not (x.requires_grad or (bias is not None and bias.requires_grad)):
         with torch.no_grad():
             weight = _decode_as(tuple(packed.values()), layout, x.dtype)

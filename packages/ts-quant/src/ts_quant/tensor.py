@@ -18,6 +18,7 @@ from ts_core.errors import ArgumentError, ArgumentTypeError, StateError, message
 
 from ._linear import linear
 from .codecs import Meta, Packed, check_parts, decode, parts_of
+from .matmul import DEFAULT, Matmul
 
 __all__ = ["QuantizedTensor"]
 
@@ -39,6 +40,7 @@ class QuantizedTensor(torch.Tensor):
         error_a: (rank, columns), or None: with `error_b` a fit of what packing lost, kept for adapters to
             start from. It is no part of the value.
         error_b: (rows, rank), or None.
+        matmul_options: How `F.linear` multiplies with it; `set_matmul` changes that.
 
     Example:
         >>> from ts_quant import quantize
@@ -51,6 +53,7 @@ class QuantizedTensor(torch.Tensor):
     meta: Meta
     error_a: torch.Tensor | None
     error_b: torch.Tensor | None
+    matmul_options: Matmul
     # What the tensor presents, kept here as well: reading .shape or .dtype goes through __torch_function__.
     _names: tuple[str, ...]
     _shape: tuple[int, ...]
@@ -88,6 +91,7 @@ class QuantizedTensor(torch.Tensor):
         self._shape = tuple(shape)
         self._dtype = dtype
         self.error_a = self.error_b = None
+        self.matmul_options = DEFAULT
         for name, tensor in packed.items():
             setattr(self, _PREFIX + name, tensor)
         return self
@@ -164,7 +168,7 @@ class QuantizedTensor(torch.Tensor):
             expected = f"floating matrices (rank, columns) and (rows, rank) for the shape {self._shape}"
             raise ArgumentError(message("QuantizedTensor.with_error", "a, b", expected, given))
         made = QuantizedTensor(self.packed, self.codec, self._shape, self._dtype, self.meta)
-        made.error_a, made.error_b = a, b
+        made.error_a, made.error_b, made.matmul_options = a, b, self.matmul_options
         return made
 
     def dequantize(
@@ -193,11 +197,14 @@ class QuantizedTensor(torch.Tensor):
         Returns:
             The tensor.
         """
-        return QuantizedTensor(packed, self.codec, self._shape, self._dtype, self.meta)
+        made = QuantizedTensor(packed, self.codec, self._shape, self._dtype, self.meta)
+        made.matmul_options = self.matmul_options
+        return made
 
     def _like(self, packed: Mapping[str, torch.Tensor], **changes: Any) -> QuantizedTensor:
         shape, dtype = changes.get("shape", self._shape), changes.get("dtype", self._dtype)
         made = QuantizedTensor(packed, self.codec, shape, dtype, self.meta)
+        made.matmul_options = self.matmul_options
         if tuple(shape) == self._shape:
             made.error_a, made.error_b = self.error_a, self.error_b
         return made
@@ -221,7 +228,7 @@ class QuantizedTensor(torch.Tensor):
             return cast(QuantizedTensor, memo[id(self)])
         copied = self._each(torch.clone)
         memo[id(self)] = copied
-        own = {"codec", "meta", "error_a", "error_b", "_names", "_shape", "_dtype"}
+        own = {"codec", "meta", "matmul_options", "error_a", "error_b", "_names", "_shape", "_dtype"}
         own |= {_PREFIX + name for name in self._names}
         for key, value in self.__dict__.items():
             if key not in own:
@@ -236,20 +243,31 @@ class QuantizedTensor(torch.Tensor):
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
         """Name the inner tensors, for torch.compile and `nn.Module.to`; nothing computes with the fit."""
-        return [_PREFIX + name for name in self._names], (self.codec, self.dtype, self.meta.plain())
+        context = self.codec, self.dtype, self.meta.plain(), tuple(self.matmul_options)
+        return [_PREFIX + name for name in self._names], context
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, torch.Tensor], context: tuple[Any, ...], outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
         """Put the inner tensors together again."""
-        codec, dtype, meta = context
+        codec, dtype, meta, matmul = context
         packed = {name.removeprefix(_PREFIX): tensor for name, tensor in inner.items()}
-        return QuantizedTensor(packed, codec, outer_size, dtype, Meta.of(meta))
+        made = QuantizedTensor(packed, codec, outer_size, dtype, Meta.of(meta))
+        made.matmul_options = Matmul(*matmul)
+        return made
 
     def _stable_hash_for_caching(self) -> str:
         """Name what compiled code depends on, for torch.compile's cache."""
-        return repr((self.codec, tuple(self.shape), self.dtype, self.meta.plain(), self._names))
+        parts = (
+            self.codec,
+            tuple(self.shape),
+            self.dtype,
+            self.meta.plain(),
+            self._names,
+            tuple(self.matmul_options),
+        )
+        return repr(parts)
 
     @classmethod
     def __torch_function__(
@@ -261,7 +279,7 @@ class QuantizedTensor(torch.Tensor):
             x, weight, bias = _linear_arguments(*args, **kwargs)
             if isinstance(weight, cls) and not isinstance(x, cls) and not isinstance(bias, cls):
                 layout = (weight.codec, weight._shape, weight._dtype, weight.meta)
-                return linear(x, bias, weight.packed, *layout)
+                return linear(x, bias, weight.packed, *layout, weight.matmul_options)
         elif func in _GUARDED:
             _GUARDED[func](*args[1:], **kwargs)
         with torch._C.DisableTorchFunctionSubclass():

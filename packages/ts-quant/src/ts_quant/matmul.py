@@ -1,0 +1,206 @@
+"""Which packed weights multiply on tensor cores, and with what options.
+
+A weight in a format that its GPU multiplies is not decoded in `F.linear` for bf16 inputs: the activation is
+quantized in the weight's own format and tensor cores take both. That depends on the weight (codec, shape,
+device) and on the input's dtype alone, never on how many rows the input has: the same model computes the same
+on every batch. Where it does not hold, weights are decoded.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+
+from ts_core import registry
+from ts_core.options import boolean, fraction
+
+from .products import PRODUCTS, Product
+
+__all__ = ["DECODE", "DEFAULT", "Matmul", "emulated", "how", "matmul_of", "multiplies", "set_matmul"]
+
+_LOG = logging.getLogger("trainstream")
+
+
+class Matmul(NamedTuple):
+    """How a packed weight is multiplied.
+
+    Attributes:
+        tensor_cores: Multiply packed operands where the device can; False decodes.
+        outliers: nvfp4: share of the input channels, the largest of a call, that stay in bf16.
+        backward: The input gradient from packed operands too; False: from the decoded weight, in bf16.
+    """
+
+    tensor_cores: bool = True
+    outliers: float = 0.0
+    backward: bool = False
+
+
+DEFAULT = Matmul()
+"""Tensor cores where they are, nothing else."""
+
+DECODE = Matmul(tensor_cores=False)
+"""Decode before each use."""
+
+
+class _Here(threading.local):
+    emulates = 0
+
+
+_here = _Here()
+_found: dict[tuple[str, int], str] = {}
+
+
+@contextlib.contextmanager
+def emulated() -> Iterator[None]:
+    """Compute in this thread as tensor cores would, on any device: slow, for tests and quality figures.
+
+    Example:
+        >>> from ts_quant import quantize
+        >>> weight = quantize(torch.ones(16, 32, dtype=torch.bfloat16), "fp8_row")
+        >>> with emulated():
+        ...     y = torch.nn.functional.linear(torch.full((1, 32), 0.11, dtype=torch.bfloat16), weight)
+        >>> float(y[0, 0])  # 32 * 0.11 where 0.11 is the row's maximum, and exact
+        3.515625
+    """
+    _here.emulates += 1
+    try:
+        yield
+    finally:
+        _here.emulates -= 1
+
+
+def multiplies(codec: str, device: torch.device) -> bool:
+    """Say whether a device multiplies the operands of a codec.
+
+    Compute capability and CUDA version decide, and a product that is tried out once for each GPU and codec.
+
+    Args:
+        codec: Name of a codec.
+        device: Where the weight is.
+
+    Returns:
+        True if it does; on a CPU never.
+
+    Example:
+        >>> multiplies("fp8_row", torch.device("cpu"))
+        False
+    """
+    product = PRODUCTS.get(codec)
+    if product is None or device.type != "cuda" or torch.version.hip is not None:
+        return False
+    properties = torch.cuda.get_device_properties(device)
+    if not product.on(properties.major, properties.minor, _cuda_version()):
+        return False
+    if torch.compiler.is_compiling():
+        return True
+    return not why_not(codec, device)
+
+
+def why_not(codec: str, device: torch.device) -> str:
+    """Try a product once on a GPU that should compute it; return what was wrong, or an empty string."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    key = codec, index
+    if key not in _found:
+        if torch.cuda.is_current_stream_capturing():
+            return ""  # nothing can be looked at now
+        from .verify import try_product
+
+        _found[key] = try_product(codec, torch.device("cuda", index))
+        if _found[key]:
+            _LOG.warning("%s on %s is decoded before it is multiplied: %s", codec, device, _found[key])
+    return _found[key]
+
+
+def _cuda_version() -> tuple[int, int]:
+    major, minor = (torch.version.cuda or "0.0").split(".")[:2]
+    return int(major), int(minor)
+
+
+def how(
+    codec: str, shape: Sequence[int], x: torch.Tensor, options: Matmul
+) -> tuple[Product, bool, bool] | None:
+    """Decide how `F.linear` computes.
+
+    Args:
+        codec: Codec of the weight.
+        shape: Its shape.
+        x: The input, cast already.
+        options: What the weight was told.
+
+    Returns:
+        The product, whether it is emulated, and whether the input gradient is packed too; None: decode.
+    """
+    if not options.tensor_cores or x.dtype is not torch.bfloat16 or codec not in PRODUCTS:
+        return None
+    emulates = _here.emulates > 0
+    if not emulates and not multiplies(codec, x.device):
+        return None
+    product = PRODUCTS[codec]
+    if not product.accepts(shape) or x.numel() == 0:
+        return None
+    return product, emulates, options.backward and product.accepts(shape, backward=True)
+
+
+def matmul_of(weight: Any) -> Matmul:
+    """Return what a packed weight was told."""
+    found: Matmul = getattr(weight, "matmul_options", DEFAULT)
+    return found
+
+
+def set_matmul(
+    model: nn.Module,
+    *,
+    tensor_cores: bool = True,
+    outliers: float = 0.0,
+    fp8_backward: bool = False,
+    nvfp4_backward: bool = False,
+) -> dict[str, int]:
+    """Tell every packed weight of a model how to multiply.
+
+    Args:
+        model: Any module; its packed weights are changed in place, their bytes are not.
+        tensor_cores: Multiply packed operands where the device can; False decodes everywhere.
+        outliers: nvfp4: share of the input channels (0 to 0.1), the largest of a call, that stay in bf16.
+        fp8_backward: Input gradients of fp8 weights from packed operands too.
+        nvfp4_backward: The same for nvfp4 weights.
+
+    Returns:
+        `{"weights": how many there are, "tensor_cores": how many of them multiply packed on their device,
+        "backward": of how many the input gradient is packed too, "outliers": how many split outliers off}`.
+
+    Raises:
+        OptionError: An option outside its accepted values.
+
+    Example:
+        >>> set_matmul(nn.Linear(4, 4), outliers=0.01)
+        {'weights': 0, 'tensor_cores': 0, 'backward': 0, 'outliers': 0}
+    """
+    share = fraction("outliers", outliers, 0.0, 0.1)
+    boolean("tensor_cores", tensor_cores)
+    packed_gradient = {
+        "nvfp4": boolean("nvfp4_backward", nvfp4_backward),
+        "fp8": boolean("fp8_backward", fp8_backward),
+    }
+    counts = {"weights": 0, "tensor_cores": 0, "backward": 0, "outliers": 0}
+    for parameter in model.parameters():
+        codec = getattr(parameter, "codec", None)
+        if codec not in registry.codecs() or not hasattr(parameter, "matmul_options"):
+            continue
+        fp4 = codec == "nvfp4"
+        backward = codec in PRODUCTS and packed_gradient["nvfp4" if fp4 else "fp8"]
+        options = Matmul(tensor_cores, share if fp4 else 0.0, backward)
+        parameter.matmul_options = options
+        counts["weights"] += 1
+        probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
+        chosen = how(codec, tuple(parameter.shape), probe, options)
+        if chosen is not None:
+            counts["tensor_cores"] += 1
+            counts["backward"] += chosen[2]
+            counts["outliers"] += options.outliers > 0
+    return counts

@@ -166,6 +166,8 @@ class _Run:
             if not resumed:
                 self.loss_before = self._evaluate("before")
                 _folders.sweep(self.output_dir)
+                # Dropout then does not depend on what was drawn before the first step.
+                torch.manual_seed(self.settings.seed)
             if not self._stopping():
                 self._train()
             if self._stopping():

@@ -31,6 +31,7 @@ from trainstream._folders import replace_folder, sweep
 from trainstream._options import WrapOptions
 from trainstream._session import session_of
 from trainstream.integrations._batches import RowPacking, packing_option, recompute_of
+from trainstream.integrations._clipping import clip_gradients_
 from trainstream.integrations._metrics import LogMetrics
 from trainstream.integrations._plan_file import SavedPlan, read_plan, write_plan
 from ts_core.errors import ArgumentTypeError, OptionError
@@ -259,6 +260,14 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         if self._saved_plan is not None and session is not None:
             self._saved_plan.check(session)
         return self.optimizer
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        """Clip by the norm that the optimizer would take, so that placement does not change its bits."""
+        norm = None
+        if session_of(self.model) is not None and self.accelerator.num_processes == 1:
+            self.accelerator.unscale_gradients()
+            norm = clip_gradients_(self.optimizer, self.args.max_grad_norm)
+        return super()._clip_grad_norm(model) if norm is None else norm
 
     # ----------------------------------------------------------------------------------------- loss
 

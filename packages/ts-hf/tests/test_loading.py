@@ -415,9 +415,10 @@ transformers.utils.logging.disable_progress_bar()
 def status(name):
     with open("/proc/self/status") as file:
         return next(int(line.split()[1]) * 1024 for line in file if line.startswith(name))
-load_model(sys.argv[2], quantize=sys.argv[3])  # import and warm everything up
+how = {"quantize": sys.argv[3], "keep_precise": float(sys.argv[4])}
+load_model(sys.argv[2], **how)  # import and warm everything up
 before = status("VmRSS")
-model = load_model(sys.argv[1], quantize=None if sys.argv[3] == "none" else sys.argv[3])
+model = load_model(sys.argv[1], **how)
 print(json.dumps({"peak": status("VmHWM") - before, **model.trainstream_receipt, "skipped": None}))
 """
 
@@ -439,7 +440,7 @@ def test_peak_memory_is_the_packed_model_and_one_tensor(codec, tmp_path):
     folder = save(model, tmp_path / "large", max_shard_size="70MB")
     del model
     run = subprocess.run(
-        [sys.executable, "-c", PEAK, str(folder), str(small), codec],
+        [sys.executable, "-c", PEAK, str(folder), str(small), codec, "0"],
         capture_output=True,
         text=True,
         check=True,
@@ -505,7 +506,7 @@ def test_random_weights_need_only_the_config_file(tmp_path):
     [
         ("quantize", "int4", "expected one of"),
         ("quantize", True, "expected one of"),
-        ("keep_precise", 0.05, "not available"),
+        ("keep_precise", 0.6, "a fraction up to 0.5"),
         ("error_rank", -1, ">= 0"),
         ("error_iters", 0, ">= 1"),
         ("double_quant", 1, "True or False"),

@@ -7,7 +7,6 @@ import os
 import re
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,16 +19,18 @@ from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, OptionError
 from ts_core.headroom import require_ram
 from ts_core.memory import format_bytes, host_budget
-from ts_core.options import boolean, choice, fraction, integer, not_yet
+from ts_core.options import boolean, choice, fraction, integer
 from ts_paging.files import FileTensors
-from ts_quant import QuantizedTensor
 from ts_quant.codecs import resolve as resolve_codec
+from ts_quant.error_fit import fit_numel
+from ts_quant.precision import NEXT_CODEC, keep_precise_share
 
 from .build import build_model, import_transformers, initialize, load_config, move_buffers
 from .checkpoint import Checkpoint, Source, resolve
-from .offload import FileHome, file_bytes, open_files, ram_limit
+from .offload import FileHome, open_files, ram_limit
 from .packed_checkpoint import PackedCheckpoint
 from .prequantized import Scheme, recognise, take_quantization
+from .receipt import log_receipt, receipt_of
 from .streaming import OUTSIDE, Packing, UnknownTablesError, make_plan, packable, stream
 
 __all__ = ["load_model", "load_tokenizer", "packed_bytes"]
@@ -54,6 +55,14 @@ class _Options:
     files: FileTensors | None
     fit: tuple[int, int] = (0, 1)
     double_quant: bool = False
+    keep_precise: float = 0.0
+
+    @property
+    def extras(self) -> list[str]:
+        """What was asked for beside a codec."""
+        values = self.fit[0], self.double_quant, self.keep_precise
+        names = "error_rank", "double_quant", "keep_precise"
+        return [f"{name}={value}" for name, value in zip(names, values, strict=True) if value]
 
 
 def packed_bytes(shape: int | Sequence[int], codec: str, block_size: int, double_quant: bool = False) -> int:
@@ -101,10 +110,6 @@ def _device_option(value: object) -> torch.device:
     return device
 
 
-def _refuse_later_options(keep_precise: object) -> None:
-    not_yet("keep_precise", keep_precise, (0, 0.0, False, None))
-
-
 def _free_bytes() -> int:
     """RAM that the model may take: what is free, and no more than the environment's budget."""
     free, limit = host_budget().available_bytes, ram_limit()
@@ -122,13 +127,15 @@ def _sizes(model: Any) -> dict[str, tuple[tuple[int, ...], int]]:
 
 
 def _bytes_as(codec: str | None, model: Any, names: frozenset[str], options: _Options) -> int:
-    """Return what the model takes with the matrices of these names packed."""
-    return sum(
-        packed_bytes(shape, codec, options.block_size, options.double_quant)
-        if codec and name in names
-        else size
-        for name, (shape, size) in _sizes(model).items()
-    )
+    """Return what the model takes with the matrices of these names packed, at most."""
+    packed = other = 0
+    for name, (shape, size) in _sizes(model).items():
+        if codec and name in names:
+            packed += packed_bytes(shape, codec, options.block_size, options.double_quant)
+            other += fit_numel(shape, options.fit[0]) * options.dtype.itemsize
+        else:
+            other += size
+    return other + packed + (int(options.keep_precise * packed) if codec in NEXT_CODEC else 0)
 
 
 def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tuple[Packing, str]:
@@ -149,20 +156,21 @@ def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tup
     codec, reason = _choose_codec(model, names, options, home is not None)
     if home is None and options.device.type == "cpu" and all(p.is_meta for p in model.parameters()):
         require_ram("load_model", _bytes_as(codec, model, names, options), _WITH_LESS_RAM)
-    if options.fit[0] and codec is None:
-        reason += f"; error_rank={options.fit[0]} ignored: nothing is packed"
-    if options.double_quant and codec is None:
-        reason += "; double_quant=True ignored: nothing is packed"
-    double = options.double_quant
-    return Packing(codec, options.block_size, names, skipped, home, options.fit, double_quant=double), reason
+    if codec is None:
+        reason = "; ".join((reason, *(f"{extra} ignored: nothing is packed" for extra in options.extras)))
+    elif options.keep_precise and codec not in NEXT_CODEC:
+        reason += f"; keep_precise={options.keep_precise} ignored: {codec} has no codec above it"
+    packing = Packing(codec, options.block_size, names, skipped, home, options.fit)
+    packing.double_quant = options.double_quant
+    packing.share = options.keep_precise if codec in NEXT_CODEC else 0.0
+    return packing, reason
 
 
 def _kept_reason(options: _Options, method: str) -> str:
     """Say that the checkpoint decides, and what of the caller's options that leaves aside."""
     reason = f"kept as published: {method}"
-    asked = [f"quantize={options.quantize!r}"] if options.quantize not in ("auto", None) else []
-    asked += [f"error_rank={options.fit[0]}"] if options.fit[0] else []
-    asked += ["double_quant=True"] if options.double_quant else []
+    chosen = [f"quantize={options.quantize!r}"] if options.quantize not in ("auto", None) else []
+    asked = chosen + options.extras
     if asked:
         reason += f"; {', '.join(asked)} ignored: the checkpoint's weights are quantized already"
     return reason
@@ -176,19 +184,13 @@ def _choose_codec(
         return options.quantize, "asked for"
     if in_files:
         return None, "the weights are in files"
-    sizes = _sizes(model)
-    rest = sum(size for name, (_, size) in sizes.items() if name not in names)
-    full = sum(size for _, size in sizes.values())
+    full = _bytes_as(None, model, names, options)
     free = _free_bytes()
     room = free * options.ram_fraction
     if full <= room:
         return None, f"{format_bytes(full)} fits in {format_bytes(int(room))}"
     for codec in CODECS:
-        packed = rest + sum(
-            packed_bytes(sizes[name][0], codec, options.block_size, options.double_quant)
-            for name in names
-            if name in sizes
-        )
+        packed = _bytes_as(codec, model, names, options)
         if packed <= room:
             return codec, f"{format_bytes(full)} does not fit in {format_bytes(int(room))}, {codec} does"
     if packed > free:
@@ -290,59 +292,6 @@ def _load_generation_config(model: Any, folder: Path) -> None:
         )
 
 
-def _receipt(model: Any, packing: Packing, started: float) -> dict[str, Any]:
-    seen: set[int] = set()
-    before = after = packed = total = filed = 0
-    for _, parameter in model.named_parameters():
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        plain = parameter.numel() * parameter.dtype.itemsize
-        stored = getattr(parameter, "packed_bytes", None)
-        total += parameter.numel()
-        packed += parameter.numel() if stored is not None else 0
-        before += plain
-        after += int(stored) if stored is not None else plain
-        filed += file_bytes(parameter) if packing.home is not None else 0
-    names = dict(model.named_parameters())
-    skipped = {name: why for name, why in packing.skipped.items() if name in names} if packing.codec else {}
-    return {
-        "quantize": packing.codec,
-        "parameters": total,
-        "packed_tensors": sum(hasattr(p, "packed_bytes") for p in model.parameters()),
-        "bytes_before": before,
-        "bytes_after": after,
-        "file_bytes": filed,
-        "adopted_bytes": 0 if packing.home is None else packing.home.files.adopted_bytes,
-        "share_packed": packed / total if total else 0.0,
-        "formats": dict(Counter(p.codec for p in model.parameters() if isinstance(p, QuantizedTensor))),
-        "decoded": dict(packing.decoded),
-        "skipped": skipped,
-        "seconds": time.perf_counter() - started,
-    }
-
-
-def _log_receipt(receipt: dict[str, Any]) -> None:
-    LOGGER.info(
-        "loaded %s: %d parameters, %s -> %s (%s of it in files, %s of these in the checkpoint's own), "
-        "%.1f %% packed as %s (%s), %d left as they are, %d tensors unused, %.1f s",
-        receipt["source"],
-        receipt["parameters"],
-        format_bytes(receipt["bytes_before"]),
-        format_bytes(receipt["bytes_after"]),
-        format_bytes(receipt["file_bytes"]),
-        format_bytes(receipt["adopted_bytes"]),
-        100 * receipt["share_packed"],
-        receipt["quantize"]
-        or ", ".join(f"{n} x {name}" for name, n in receipt["formats"].items())
-        or "nothing",
-        receipt["reason"],
-        len(receipt["skipped"]),
-        len(receipt["unused"]),
-        receipt["seconds"],
-    )
-
-
 def _from_pretrained(folder: Path, config: Any, options: _Options, why: Exception) -> Any:
     """Load with transformers' own loader, where its internals are not the ones known here."""
     if options.files is not None:
@@ -369,17 +318,31 @@ def _from_pretrained(folder: Path, config: Any, options: _Options, why: Exceptio
     )
 
 
+def _nothing_read() -> dict[str, Any]:
+    lists: dict[str, Any] = {name: [] for name in ("unused", "initialized", "buffers_from_init")}
+    return {"tensors": 0, "checkpoint_bytes": 0, **lists}
+
+
 def _load_random(config: Any, options: _Options) -> tuple[Any, Packing, dict[str, Any], str]:
     from .build import SMALL_NUMEL
     from .random_init import fill_random
 
-    model = build_model(
-        config, options.dtype, trust_remote_code=options.trust_remote_code, keep_numel=SMALL_NUMEL
-    )
+    def empty() -> Any:
+        trusted = options.trust_remote_code
+        return build_model(config, options.dtype, trust_remote_code=trusted, keep_numel=SMALL_NUMEL)
+
+    drawn_from = torch.get_rng_state()
+    model = empty()
     packing, reason = _make_packing(model, options)
+    measures = packing.share
     fill_random(model, packing, options.device)
-    found = {"tensors": 0, "checkpoint_bytes": 0, "unused": [], "initialized": [], "buffers_from_init": []}
-    return model, packing, found, reason
+    if measures and packing.choose_precise(name for name, _ in model.named_parameters()):
+        # The same values once more, now that it is known which of them take more bits.
+        torch.set_rng_state(drawn_from)
+        del model
+        model = empty()
+        fill_random(model, packing, options.device)
+    return model, packing, _nothing_read(), reason
 
 
 def _load_folder(
@@ -396,14 +359,8 @@ def _load_folder(
                 f"{import_transformers().__version__}, whose conversion tables are elsewhere ({why})"
             ) from why
         model = _from_pretrained(folder, config, options, why)
-        found = {
-            "tensors": 0,
-            "checkpoint_bytes": 0,
-            "unused": [],
-            "initialized": [],
-            "buffers_from_init": [],
-        }
-        return model, Packing(None, options.block_size, frozenset(), {}), found, "loaded by transformers"
+        packing = Packing(None, options.block_size, frozenset(), {})
+        return model, packing, _nothing_read(), "loaded by transformers"
     _warn_unused(model, found["unused"], folder)
     _load_generation_config(model, folder)
     return model, packing, found, reason
@@ -493,7 +450,9 @@ def load_model(
             and the log tells; of a GGUF file None makes plain weights, for training all of them.
         dtype: bf16, fp16 or fp32, as a torch dtype or by name; every floating weight is cast to it.
         quant_block_size: Values per scale; even.
-        keep_precise: Not in this release.
+        keep_precise: Extra bytes, as a fraction up to 0.5 of what the packed matrices take: nf4 matrices
+            become int8 and nvfp4 ones fp8 within them, chosen by measured error as `quantize_model` does.
+            Those are read twice. "auto" and True are 0.05; 0, False and None are off.
         error_rank: Rank of a fit of each packed matrix's error, kept with it: `wrap()` and
             `ts_quant.init_lora_from_error` start LoRA adapters from it. 0: none.
         error_iters: How often a matrix is quantized and its fit made anew.
@@ -518,10 +477,11 @@ def load_model(
         The model in evaluation mode, with its `generation_config`, and `trainstream_receipt`, a dict:
         `tensors` read, `parameters`, `bytes_before` (all weights in `dtype`), `bytes_after`, `file_bytes` (of
         them in files), `adopted_bytes` (of these in the checkpoint's own), `share_packed` (of the
-        parameters), `packed_tensors`, `formats` (how many are stored in which codec), `decoded` (what was
-        stored quantized and could not stay so: reason), `aside` (scales of activations), `skipped` (name:
-        reason), `unused` (checkpoint tensors without a place), `initialized`, `quantize`, `reason`,
-        `seconds`. The same in one line is logged to the logger "trainstream".
+        parameters), `packed_tensors`, `kept_precise` (how many of them one codec up), `formats` (how many are
+        stored in which codec), `decoded` (what was stored quantized and could not stay so: reason), `aside`
+        (scales of activations), `skipped` (name: reason), `unused` (checkpoint tensors without a place),
+        `initialized`, `quantize`, `reason`, `seconds`. The same in one line is logged to the logger
+        "trainstream".
 
     Raises:
         OptionError: A bad option, an unknown config attribute, or a checkpoint quantized by a method that is
@@ -536,7 +496,6 @@ def load_model(
         0.79
     """
     started = time.perf_counter()
-    _refuse_later_options(keep_precise)
     chosen = _quantize_option(quantize)
     options = _Options(
         chosen,
@@ -548,6 +507,7 @@ def load_model(
         None,
         (integer("error_rank", error_rank, minimum=0), integer("error_iters", error_iters, minimum=1)),
         _check_double_quant(chosen, double_quant),
+        keep_precise_share(keep_precise),
     )
     if disk_offload is not None and options.device.type != "cpu":
         raise OptionError(
@@ -568,9 +528,9 @@ def load_model(
         **found,
         "dtype": dtype_name(options.dtype),
         "reason": reason,
-        **_receipt(model, packing, started),
+        **receipt_of(model, packing, started),
     }
-    _log_receipt(model.trainstream_receipt)
+    log_receipt(model.trainstream_receipt)
     return model
 
 

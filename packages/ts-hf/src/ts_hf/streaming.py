@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import copy
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from ts_core.blocks import find_blocks
 from ts_core.errors import ArgumentError, CheckpointError
 from ts_quant import QuantizedTensor
 from ts_quant.error_fit import quantize_with_error
+from ts_quant.precision import NEXT_CODEC, Candidate, choose, measure
 
 from .build import owner_of
 from .checkpoint import Checkpoint
@@ -87,6 +88,10 @@ class Packing:
         fit: Rank and iterations of the fit of the error that packed matrices keep.
         decoded: Weights that the checkpoint stores quantized and that were decoded, and why.
         double_quant: Whether the codec's scales are quantized too.
+        share: Extra bytes for parameters that move up one codec, as a fraction of what all packed ones take:
+            with it every one is measured while it is stored.
+        measured: What was found.
+        precise: Parameters that are stored one codec up.
     """
 
     codec: str | None
@@ -97,6 +102,23 @@ class Packing:
     fit: tuple[int, int] = (0, 1)
     decoded: dict[str, str] = field(default_factory=dict)
     double_quant: bool = False
+    share: float = 0.0
+    measured: dict[str, Candidate] = field(default_factory=dict)
+    precise: frozenset[str] = frozenset()
+
+    def choose_precise(self, names: Iterable[str]) -> frozenset[str]:
+        """Settle which parameters move up one codec, once all are stored.
+
+        Args:
+            names: Of the model's parameters, in its order.
+
+        Returns:
+            Those that have to be stored again; what they are stored as from now on is the next codec.
+        """
+        found = [self.measured[name] for name in names if name in self.measured]
+        self.precise = frozenset(choose(found, self.share))
+        self.measured, self.share = {}, 0.0
+        return self.precise
 
     def packs(self, name: str) -> bool:
         """Whether the codec applies to a parameter."""
@@ -107,9 +129,16 @@ class Packing:
         trained = old.requires_grad and tensor.is_floating_point() and not isinstance(tensor, QuantizedTensor)
         if self.codec is not None and name in self.names:
             size, double = self.block_size, self.double_quant
+            codec = NEXT_CODEC[self.codec] if name in self.precise else self.codec
+            if self.share:
+                self.measured[name] = measure(name, tensor, codec, size, double)
             how: Any = {"block_size": size, "double_quant": double, "name": name}
-            tensor = quantize_with_error(tensor, self.codec, *self.fit, **how)
+            temporary = bool(self.share or self.fit[0])
+            tensor = quantize_with_error(tensor, codec, *self.fit, **how)
             trained = False
+            if temporary and self.home is None:
+                # What stays moves down to where the temporaries of measuring were: no holes in the heap.
+                tensor = tensor.clone()
         if self.home is not None:
             tensor = self.home.place(name, tensor)
         return nn.Parameter(tensor, requires_grad=trained)
@@ -258,7 +287,8 @@ class _Stream:
         self.checkpoint = checkpoint
         self.packing = packing
         self.device = device
-        self.loaded: set[str] = set()
+        self.sources: dict[str, list[tuple[str, str]]] = {}
+        self.only: frozenset[str] | None = None
         self.expected = frozenset(model.state_dict())
         self.exceptions = _dtype_plan(model, dtype)
         # Tensors to be packed pass through these two buffers. Fresh ones, between packed tensors that stay,
@@ -309,6 +339,8 @@ class _Stream:
         return self.cast[:nbytes].view(dtype).view(stored.shape).copy_(tensor)
 
     def put(self, name: str, tensor: torch.Tensor, sources: list[tuple[str, str]]) -> None:
+        if self.only is not None and name not in self.only:
+            return
         module, last = owner_of(self.model, name)
         old = getattr(module, last)
         if tuple(tensor.shape) != tuple(old.shape):
@@ -326,7 +358,7 @@ class _Stream:
                 raise CheckpointError(f"{self.checkpoint.file_of(sources[0][1])}: {error}") from error
         else:
             module._buffers[last] = tensor
-        self.loaded.add(name)
+        self.sources[name] = sources
 
     def fill_alike(self, target: Target, key: str, dtype: torch.dtype, is_parameter: bool) -> None:
         """Fill what is one tensor of the checkpoint."""
@@ -405,6 +437,14 @@ class _Stream:
                 )
             self.put(name, tensor.contiguous(), target.sources)
 
+    def again(self, names: frozenset[str]) -> None:
+        """Read these parameters once more: which of them the packing treats otherwise is known by now."""
+        self.only = names
+        wanted = {tuple(self.sources[name]) for name in names}
+        for target in make_plan(self.model, self.checkpoint).targets:
+            if tuple(target.sources) in wanted:
+                self.fill(target)
+
 
 def stream(
     model: Any,
@@ -446,4 +486,6 @@ def stream(
             state.fill(target)
             if progress is not None:
                 progress(sum(checkpoint.info(key).nbytes for _, key in target.sources))
-    return state.loaded
+        if packing.share:
+            state.again(packing.choose_precise(name for name, _ in model.named_parameters()))
+    return set(state.sources)

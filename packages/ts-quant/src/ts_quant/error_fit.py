@@ -8,7 +8,8 @@ Source: Li et al. 2023, LoftQ, arXiv:2310.08659, algorithm 1.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -17,9 +18,12 @@ from torch import nn
 from .functional import quantize
 from .tensor import QuantizedTensor
 
-__all__ = ["fits", "init_lora_from_error", "quantize_with_error"]
+__all__ = ["fit_numel", "fits", "init_lora_from_error", "quantize_with_error"]
 
-_CHUNK = 1 << 22  # elements that are widened to float64 at a time
+_CHUNK, _CHUNK_CUDA = (
+    1 << 16,
+    1 << 22,
+)  # elements that are widened to float64 at a time; on a CPU in its cache
 
 
 def fits(tensor: torch.Tensor, rank: int) -> bool:
@@ -36,15 +40,35 @@ def fits(tensor: torch.Tensor, rank: int) -> bool:
         >>> fits(torch.ones(64, 64), 8), fits(torch.ones(64, 64), 32), fits(torch.ones(2, 64, 64), 8)
         (True, False, False)
     """
-    if rank == 0 or tensor.dim() != 2 or tensor.is_meta:
-        return False
-    rows, columns = tensor.shape
-    return rank * (rows + columns) < rows * columns
+    return not tensor.is_meta and fit_numel(tuple(tensor.shape), rank) > 0
+
+
+def fit_numel(shape: Sequence[int], rank: int) -> int:
+    """Return how many values the factors of a weight have; 0 if none are made for it.
+
+    Args:
+        shape: Of the weight.
+        rank: Rank of the fit.
+
+    Returns:
+        The values of both factors together.
+
+    Example:
+        >>> fit_numel((64, 64), 8), fit_numel((64, 64), 32), fit_numel((2, 64, 64), 8)
+        (1024, 0, 0)
+    """
+    both = rank * sum(shape)
+    return both if len(shape) == 2 and both < math.prod(shape) else 0
+
+
+def _rows(matrix: torch.Tensor) -> int:
+    """Rows that are widened together."""
+    return max((_CHUNK_CUDA if matrix.is_cuda else _CHUNK) // max(matrix.shape[1], 1), 1)
 
 
 def _chunks(matrix: torch.Tensor) -> Iterator[torch.Tensor]:
     """Yield a matrix in float64, some rows at a time."""
-    rows = max(_CHUNK // max(matrix.shape[1], 1), 1)
+    rows = _rows(matrix)
     for first in range(0, matrix.shape[0], rows):
         yield matrix[first : first + rows].double()
 
@@ -156,7 +180,7 @@ def quantize_with_error(
 def _not_fitted(rest: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> float:
     """Return the square of the norm of what the factors leave of an error, in float64."""
     wide = a.double()
-    parts = zip(_chunks(rest), b.double().split(max(_CHUNK // rest.shape[1], 1)), strict=True)  # type: ignore[no-untyped-call]
+    parts = zip(_chunks(rest), b.double().split(_rows(rest)), strict=True)  # type: ignore[no-untyped-call]
     return sum(float((part - rows @ wide).square().sum()) for part, rows in parts)
 
 

@@ -60,12 +60,15 @@ def keep_precise_share(value: Any) -> float:
     return float(value)
 
 
-def relative_error(tensor: torch.Tensor, packed: QuantizedTensor) -> float:
+def relative_error(
+    tensor: torch.Tensor, packed: QuantizedTensor, *, out: torch.Tensor | None = None
+) -> float:
     r"""Measure $\|W - \hat W\|_F / \|W\|_F$, summed in float64; 0 for a weight of zeros.
 
     Args:
         tensor: The weight.
         packed: What became of it.
+        out: Where to decode to, float32; `None` allocates.
 
     Returns:
         The relative error.
@@ -78,7 +81,7 @@ def relative_error(tensor: torch.Tensor, packed: QuantizedTensor) -> float:
     if tensor.numel() == 0 or tensor.is_meta:
         return 0.0
     whole = square_error(tensor.detach())
-    lost = square_error(tensor.detach(), packed.dequantize(torch.float32))
+    lost = square_error(tensor.detach(), packed.dequantize(torch.float32, out=out))
     return float((lost / whole) ** 0.5) if whole else 0.0
 
 
@@ -119,10 +122,12 @@ def measure(
         64
     """
     sizes, errors = [], []
+    decoded = torch.empty_like(tensor, dtype=torch.float32, memory_format=torch.contiguous_format)
     for each in (codec, NEXT_CODEC[codec]):
-        made = quantize(tensor.detach(), each, block_size=block_size, double_quant=double_quant)
+        how: Any = {"block_size": block_size, "double_quant": double_quant, "name": str(key)}
+        made = quantize(tensor.detach(), each, **how)
         sizes.append(made.packed_bytes)
-        errors.append(relative_error(tensor, made))
+        errors.append(relative_error(tensor, made, out=decoded))
         del made
     return Candidate(key, sizes[0], sizes[1] - sizes[0], errors[0] - errors[1])
 

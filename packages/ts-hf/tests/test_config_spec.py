@@ -144,8 +144,10 @@ def test_a_671b_config_in_milliseconds():
     ],
 )
 def test_stored_formats_count_as_stored(stored, each):
-    plain = spec_from_config(config_of("llama"))
-    spec = spec_from_config(config_of("llama") | {"quantization_config": stored})
+    sizes = {"hidden_size": 1024, "intermediate_size": 2048, "head_dim": 64, "num_attention_heads": 16}
+    config = config_of("llama") | sizes | {"num_key_value_heads": 16}
+    plain = spec_from_config(config)
+    spec = spec_from_config(config | {"quantization_config": stored})
     weights = sum(t.numel for t in plain.stack[0].tensors if t.use == "matmul")
     rest = sum(t.nbytes for t in plain.stack[0].tensors if t.use != "matmul")
     assert (spec.stack[0].bytes - rest) / weights == pytest.approx(each, rel=0.02)

@@ -8,7 +8,6 @@ meta device.
 from __future__ import annotations
 
 import dataclasses
-import json
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -18,18 +17,9 @@ from ts_core.blocks import find_blocks
 from ts_core.errors import CheckpointError, OptionError
 from ts_core.spec import BlockSpec, ModelSpec, TensorSpec, block_of, spec_of
 
-__all__ = ["FAMILIES", "spec_from_config"]
+from .stored_spec import described, left_plain, rule_of
 
-#: Bytes a weight of checkpoints that are stored packed, and what of a block is packed in them.
-_STORED: dict[str, tuple[float, tuple[str, ...]]] = {
-    "fp8": (1.0 + 4 / 128**2, ("matmul", "experts")),
-    "mxfp4": (0.5 + 1 / 32, ("experts",)),
-    "gptq": (0.5 + 2.5 / 128, ("matmul", "experts")),
-    "awq": (0.5 + 2.5 / 128, ("matmul", "experts")),
-    "bitsandbytes": (0.5 + 4 / 64, ("matmul", "experts")),
-    "compressed-tensors": (1.0, ("matmul", "experts")),
-    "modelopt": (0.5 + 1 / 16, ("matmul", "experts")),
-}
+__all__ = ["FAMILIES", "spec_from_config"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,41 +355,32 @@ def _by_transformers(config: Mapping[str, Any], source: str) -> ModelSpec:
     raise CheckpointError(f"config: transformers cannot build a {kind} model: {text}") from failed
 
 
-def _stored_bytes(method: str, stored: Mapping[str, Any]) -> float:
-    """Return the bytes a weight, as far as the description tells them."""
-    each, bits, group = _STORED[method][0], stored.get("bits"), stored.get("group_size")
-    if method in ("gptq", "awq") and type(bits) is int and bits > 0:
-        # A group of -1 is a whole column: its scale and zero do not show.
-        group = group if type(group) is int and group != 0 else 128
-        return bits / 8 + (2.5 / group if group > 0 else 0.0)
-    if method == "bitsandbytes" and stored.get("load_in_8bit"):
-        return 1.0
-    if method == "modelopt" and str(stored.get("quant_algo")).upper() == "FP8":
-        return 1.0
-    if method == "compressed-tensors" and "nvfp4" in json.dumps(stored, default=str):
-        return _STORED["modelopt"][0]
-    return each
-
-
 def _as_stored(spec: ModelSpec, config: Mapping[str, Any]) -> ModelSpec:
     """Let weights that the checkpoint stores packed count as stored."""
-    stored = config.get("quantization_config")
-    if not isinstance(stored, Mapping):
+    stored = described(config)
+    if stored is None:
         return spec
     method = str(stored.get("quant_method", "unnamed"))
-    if method not in _STORED:
+    rule = rule_of(stored)
+    if rule is None:
         return dataclasses.replace(
             spec, notes=(*spec.notes, f"stored as {method}, which is unknown here: counted as 16-bit")
         )
-    each, uses = _stored_bytes(method, stored), _STORED[method][1]
+    uses = ("experts",) if method == "mxfp4" else ("matmul", "experts")
     blocks = []
     for block in spec.blocks:
         tensors = tuple(
-            dataclasses.replace(t, codec=method, stored_bytes=round(t.numel * each))
-            if block.kind == "block" and t.use in uses and len(t.shape) >= 2 and "bias" not in t.name
+            dataclasses.replace(t, codec=method, stored_bytes=rule(t.shape), trained=False)
+            if block.kind == "block"
+            and t.use in uses
+            and len(t.shape) >= 2
+            and "bias" not in t.name
+            and not left_plain(stored, f"{block.name}.{t.name.removesuffix('.weight')}")
             else t
             for t in block.tensors
         )
         blocks.append(dataclasses.replace(block, tensors=tensors))
+    packed = [t for block in blocks for t in block.tensors if t.codec != "none"]
+    each = sum(t.bytes for t in packed) / max(sum(t.numel for t in packed), 1)
     note = f"stored as {method}: {each:.3g} bytes a weight, kept so and frozen"
     return dataclasses.replace(spec, blocks=tuple(blocks), notes=(*spec.notes, note))

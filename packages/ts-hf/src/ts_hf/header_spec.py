@@ -1,4 +1,4 @@
-"""The block spec of a checkpoint that is not here, or not loaded: from its config and safetensors headers.
+"""The block spec of a checkpoint that is not here, or not loaded: from its config and its files' headers.
 
 A header names every tensor of a file with dtype and shape in its first kilobytes. On a hub those are read
 with HTTP range requests, so that a plan for a model of hundreds of gigabytes takes a few small reads.
@@ -18,12 +18,15 @@ from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ts_core.errors import CheckpointError, OptionError, StorageError
+from ts_core.errors import CheckpointError, OptionError, StorageError, TrainStreamError
 from ts_core.spec import BlockSpec, ModelSpec, TensorSpec, block_of
 
 from .checkpoint import INDEX_NAME, SINGLE_NAME
 from .config_spec import FAMILIES, spec_from_config
+from .gguf_header import read_gguf_header, spec_from_gguf
+from .prequantized import recognise, take_modelopt
 from .safetensors_reader import _BITS, MAX_HEADER_BYTES
+from .stored_spec import Held, as_held, described, held_weights
 
 __all__ = ["Fetch", "find_spec", "http_fetch", "read_header", "spec_from_headers"]
 
@@ -33,8 +36,9 @@ Fetch = Callable[[str, int, int], bytes]
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _SMALL = 32 << 20  # a config or an index
 _FIRST = 64 << 10  # of a file: most headers are shorter
+_MANY = 12  # files of a hub whose headers are read though the config says nearly the same
 _FLOATS = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-_IN_STACK = re.compile(r"^((?:.*\.)?(?:layers|h|blocks|block|layer))\.(\d+)\.(.+)$")
+_IN_STACK = re.compile(r"^((?:.*\.)?(?:layers|h|blocks|block|layer))\.([0-9]{1,6})\.(.+)$")
 _EXPERT = re.compile(r"^(.*\bexperts)\.(\d+)\.(.+)$")
 _KINDS = (
     ("head", re.compile(r"(^|\.)(lm_head|output|embed_out|score)\.")),
@@ -123,10 +127,12 @@ def read_header(read: Callable[[int, int], bytes], where: str) -> dict[str, tupl
     return found
 
 
-def _tensor(name: str, stored: str, shape: tuple[int, ...], use: str, active: float) -> TensorSpec:
+def _tensor(
+    name: str, stored: str, shape: tuple[int, ...], use: str, active: float, plain: str | None = None
+) -> TensorSpec:
     size = math.prod(shape) * _BITS[stored] // 8
     if stored in _FLOATS:
-        dtype = _FLOATS[stored]
+        dtype = plain or _FLOATS[stored]
         if name.rpartition(".")[2] in ("scales", "weight_scale", "weight_scale_inv", "absmax"):
             return TensorSpec(name, shape, dtype, "other", 1.0, False, "stored", size)
         return TensorSpec(name, shape, dtype, use, active)
@@ -152,6 +158,7 @@ def spec_from_headers(
     config: Mapping[str, Any] | None = None,
     *,
     source: str = "",
+    dtype: str | None = None,
 ) -> ModelSpec:
     """Make the spec of a checkpoint from its headers.
 
@@ -159,6 +166,7 @@ def spec_from_headers(
         headers: Stored dtype and shape of every tensor by name.
         config: Its config, for experts and attention heads.
         source: For people.
+        dtype: Of plain weights once they are loaded; None is as they are stored.
 
     Returns:
         The spec; experts that are stored one by one are stacked.
@@ -191,13 +199,14 @@ def spec_from_headers(
     hidden = _hidden(values, around)
     notes: list[str] = []
     made = [
-        _stack_block(f"{stack}.{index}", own, values, hidden, notes) for index, own in sorted(blocks.items())
+        _stack_block(f"{stack}.{index}", own, values, hidden, notes, dtype)
+        for index, own in sorted(blocks.items())
     ]
     groups = {
         kind: BlockSpec(
             found[0][0].rpartition(".")[0] or kind,
             kind,
-            tuple(_tensor(n, s, shape, _use(kind, shape), 1.0) for n, s, shape in found),
+            tuple(_tensor(n, s, shape, _use(kind, shape), 1.0, dtype) for n, s, shape in found),
             hidden,
             kernels=1,
         )
@@ -230,6 +239,7 @@ def _stack_block(
     values: Mapping[str, Any],
     hidden: int,
     notes: list[str],
+    dtype: str | None,
 ) -> BlockSpec:
     experts: dict[str, list[tuple[str, tuple[int, ...]]]] = {}
     tensors = []
@@ -237,14 +247,15 @@ def _stack_block(
         if match := _EXPERT.match(inner):
             experts.setdefault(f"{match[1]}.{match[3]}", []).append((stored, shape))
         elif len(shape) >= 3 and "experts" in inner:
-            tensors.append(_tensor(inner, stored, shape, "experts", _share(values, shape[0], notes)))
+            share = _share(values, shape[0], notes)
+            tensors.append(_tensor(inner, stored, shape, "experts", share, dtype))
         else:
             matrix = len(shape) == 2 and inner.rpartition(".")[2] in ("weight", "qweight", "weight_packed")
-            tensors.append(_tensor(inner, stored, shape, "matmul" if matrix else "other", 1.0))
+            tensors.append(_tensor(inner, stored, shape, "matmul" if matrix else "other", 1.0, dtype))
     for inner, found in experts.items():
         stored, shape = found[0]
         share = _share(values, len(found), notes)
-        tensors.append(_tensor(inner, stored, (len(found), *shape), "experts", share))
+        tensors.append(_tensor(inner, stored, (len(found), *shape), "experts", share, dtype))
     if not hidden:
         hidden = min((min(t.shape) for t in tensors if len(t.shape) == 2), default=1)
     heads, size = values.get("num_attention_heads", values.get("n_head")), values.get("head_dim")
@@ -263,17 +274,22 @@ def _share(values: Mapping[str, Any], count: int, notes: list[str]) -> float:
 # ------------------------------------------------------------------------------------------------ finding
 
 
-def find_spec(name: str, *, fetch: Fetch | None = None, endpoint: str | None = None) -> ModelSpec:
+def find_spec(
+    name: str, *, fetch: Fetch | None = None, endpoint: str | None = None, dtype: str | None = None
+) -> ModelSpec:
     """Find out what a model consists of, without its weights.
 
     Args:
-        name: A folder in the Hugging Face layout, a `config.json`, a safetensors file, or the name of a model
-            on a hub: then what is in the local cache, else a few small reads over HTTP.
+        name: A folder in the Hugging Face layout, a `config.json`, a safetensors or GGUF file, a folder with
+            one of these, or the name of a model on a hub: then what is in the local cache, else a few small
+            reads over HTTP.
         fetch: What reads them; None is `http_fetch`.
         endpoint: Of the hub; None is `HF_ENDPOINT` or the public one.
+        dtype: Of plain weights once they are loaded, such as "bfloat16"; None is as they are stored.
 
     Returns:
-        The spec.
+        The spec. Weights that are stored packed count as `load_model` holds them: to the byte where the
+        headers of the files are here, else by their method's rule.
 
     Raises:
         OptionError: It is none of these.
@@ -282,22 +298,38 @@ def find_spec(name: str, *, fetch: Fetch | None = None, endpoint: str | None = N
     """
     path = Path(name).expanduser()
     if path.is_dir():
-        return _of_folder(path, name)
+        return _of_folder(path, name, dtype)
     if path.is_file():
         if path.suffix == ".json":
-            return spec_from_config(_json(path.read_bytes(), str(path)), source=name)
+            config = _with(_json(_data(path), str(path)), dtype)
+            return spec_from_config(config, source=name)
         if path.suffix == ".safetensors":
-            return spec_from_headers(_local(path), source=name)
+            return spec_from_headers(_local(path), source=name, dtype=dtype)
+        if path.suffix == ".gguf":
+            return spec_from_gguf(read_gguf_header(path), source=name, dtype=dtype)
         raise OptionError(
-            f"option model: {name} is neither a config.json nor a safetensors file nor a folder with one"
+            f"option model: {name} is neither a config.json nor a safetensors or GGUF file nor a folder with "
+            "one"
         )
     if not _HUB_ID.fullmatch(name) or path.suffix in (".json", ".safetensors", ".gguf"):
         raise OptionError(f"option model: there is no {name}{_near(path)}")
     cached = _cached(name)
     if cached is not None:
-        return _of_folder(cached, name)
+        return _of_folder(cached, name, dtype)
     base = (endpoint or os.environ.get("HF_ENDPOINT") or "https://huggingface.co").rstrip("/")
-    return _of_hub(name, f"{base}/{name}/resolve/main", fetch or http_fetch)
+    return _of_hub(name, f"{base}/{name}/resolve/main", fetch or http_fetch, dtype)
+
+
+def _with(config: dict[str, Any], dtype: str | None) -> dict[str, Any]:
+    """Return a config whose plain weights have another dtype."""
+    return config if dtype is None else {**config, "dtype": dtype}
+
+
+def _data(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
 
 
 def _near(path: Path) -> str:
@@ -332,24 +364,77 @@ def _local(path: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
         raise StorageError(error.errno, f"cannot be read: {error.strerror}", str(path)) from error
 
 
-def _of_folder(folder: Path, name: str) -> ModelSpec:
+def _of_folder(folder: Path, name: str, dtype: str | None = None) -> ModelSpec:
     config = None
     if (folder / "config.json").is_file():
-        config = _json((folder / "config.json").read_bytes(), str(folder / "config.json"))
-    if config is not None and config.get("model_type") in FAMILIES:
-        return spec_from_config(config, source=name)
+        config = _json(_data(folder / "config.json"), str(folder / "config.json"))
+        if described(config) is None and (stored := take_modelopt(folder)) is not None:
+            config["quantization_config"] = stored
+        config = _with(config, dtype)
+        if described(config) is None and config.get("model_type") in FAMILIES:
+            return spec_from_config(config, source=name)
     index = folder / INDEX_NAME
     files: Iterable[Path] = [folder / SINGLE_NAME] if (folder / SINGLE_NAME).is_file() else []
     if not files and index.is_file():
-        files = [folder / shard for shard in _shards(_json(index.read_bytes(), str(index)), str(index))]
+        files = [folder / shard for shard in _shards(_json(_data(index), str(index)), str(index))]
     if not files and config is None:
         files = sorted(folder.glob("*.safetensors"))
     if files and all(file.is_file() for file in files):
         headers = {key: value for file in files for key, value in _local(file).items()}
-        return spec_from_headers(headers, config, source=name)
+        return _by_headers(headers, config, name, dtype)
     if config is None:
-        raise OptionError(f"option model: {name} has neither a config.json nor a safetensors file")
+        return _of_gguf_folder(folder, name, dtype)
     return spec_from_config(config, source=name)
+
+
+def _of_gguf_folder(folder: Path, name: str, dtype: str | None) -> ModelSpec:
+    found = sorted(folder.glob("*.gguf"))
+    if len(found) == 1:
+        return spec_from_gguf(read_gguf_header(found[0]), source=str(found[0]), dtype=dtype)
+    if found:
+        shown = ", ".join(file.name for file in found[:4])
+        raise OptionError(f"option model: {name} has {len(found)} GGUF files ({shown}); name one of them")
+    raise OptionError(f"option model: {name} has neither a config.json nor a safetensors or GGUF file")
+
+
+def _by_headers(
+    headers: Mapping[str, tuple[str, tuple[int, ...]]],
+    config: Mapping[str, Any] | None,
+    name: str,
+    dtype: str | None,
+) -> ModelSpec:
+    """Make the spec where the headers of all files are known."""
+    stored = described(config) if config is not None else None
+    if stored is None or config is None:
+        return spec_from_headers(headers, config, source=name, dtype=dtype)
+    try:
+        held, hidden = held_weights(headers, stored)
+    except TrainStreamError as error:
+        if config.get("model_type") not in FAMILIES:
+            raise
+        spec = spec_from_config(config, source=name)
+        return dataclasses.replace(spec, notes=(*spec.notes, f"load_model refuses it: {error}"))
+    if config.get("model_type") in FAMILIES:
+        plain = {key: value for key, value in config.items() if key != "quantization_config"}
+        spec = spec_from_config(plain, source=name)
+    else:
+        whole = {key: entry for key, entry in headers.items() if key not in hidden}
+        whole |= {key: ("BF16", _shape(weight, config)) for key, weight in held.items()}
+        spec = spec_from_headers(whole, config, source=name, dtype=dtype)
+    method = recognise(stored).method
+    spec = as_held(spec, held, method)
+    nbytes = sum(t.bytes for b in spec.blocks for t in b.tensors if t.codec != "none")
+    count = sum(t.codec != "none" for b in spec.blocks for t in b.tensors)
+    note = f"{count} weights stored as {method} are kept so and frozen: {nbytes / 2**30:.3g} GiB"
+    return dataclasses.replace(spec, notes=(*spec.notes, note))
+
+
+def _shape(weight: Held, config: Mapping[str, Any]) -> tuple[int, ...]:
+    """Return a weight's sizes; where they are not told, a matrix as wide as the model, if that can be."""
+    if weight.shape is not None:
+        return weight.shape
+    width = _hidden({**config, **(config.get("text_config") or {})}, {})
+    return (weight.numel // width, width) if width and weight.numel % width == 0 else (weight.numel, 1)
 
 
 def _shards(index: Mapping[str, Any], where: str) -> list[str]:
@@ -369,16 +454,19 @@ def _cached(name: str) -> Path | None:
     return None if newest is None else newest.parent
 
 
-def _of_hub(name: str, base: str, fetch: Fetch) -> ModelSpec:
+def _of_hub(name: str, base: str, fetch: Fetch, dtype: str | None = None) -> ModelSpec:
     where = f"{base}/config.json"
-    config = _json(fetch(where, 0, _SMALL), where)
-    if config.get("model_type") in FAMILIES:
+    config = _with(_json(fetch(where, 0, _SMALL), where), dtype)
+    known = config.get("model_type") in FAMILIES
+    if known and described(config) is None:
         return spec_from_config(config, source=name)
     try:
         index = f"{base}/{INDEX_NAME}"
         files = _shards(_json(fetch(index, 0, _SMALL), index), index)
     except StorageError:
         files = [SINGLE_NAME]
+    if known and len(files) > _MANY:
+        return spec_from_config(config, source=name)  # by its method's rule: a read for each file takes long
     headers: dict[str, tuple[str, tuple[int, ...]]] = {}
     try:
         for file in files:
@@ -389,5 +477,5 @@ def _of_hub(name: str, base: str, fetch: Fetch) -> ModelSpec:
             headers |= read_header(read, f"{base}/{file}")
     except StorageError:
         return spec_from_config(config, source=name)  # no safetensors: what transformers makes of it
-    spec = spec_from_headers(headers, config, source=name)
+    spec = _by_headers(headers, config, name, dtype)
     return dataclasses.replace(spec, notes=(*spec.notes, f"headers of {len(files)} files read from {base}"))

@@ -19,7 +19,7 @@ from ts_quant import QuantizedTensor
 from ts_quant.bnb_checkpoint import bitsandbytes_names, from_bitsandbytes
 from ts_quant.codecs import AWQ_CODEC, FP8_EXPORT_CODEC, GPTQ_CODEC, MXFP4_CODEC, NVFP4_EXPORT_CODEC
 
-__all__ = ["METHODS", "Scheme", "recognise", "take_quantization"]
+__all__ = ["METHODS", "Scheme", "recognise", "take_modelopt", "take_quantization"]
 
 Tensors = Mapping[str, torch.Tensor]
 Builder = Callable[[Tensors, torch.dtype], QuantizedTensor]
@@ -382,9 +382,24 @@ def take_quantization(config: Any, folder: Path | None) -> dict[str, Any] | None
         if part is not None and stored:
             found = found or _plain(stored)
             del part.quantization_config
-    path = None if folder is None else folder / "hf_quant_config.json"
-    if found is not None or path is None or not path.is_file():
-        return found
+    return found if found is not None or folder is None else take_modelopt(folder)
+
+
+def take_modelopt(folder: Path) -> dict[str, Any] | None:
+    """Read ModelOpt's own file beside the config.
+
+    Args:
+        folder: The checkpoint.
+
+    Returns:
+        What a `quantization_config` would say, or None.
+
+    Raises:
+        CheckpointError: It is damaged.
+    """
+    path = folder / "hf_quant_config.json"
+    if not path.is_file():
+        return None
     try:
         content: Any = json.loads(path.read_bytes())
         described = dict(content["quantization"])

@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from ts_core.errors import DeviceError, OptionError
+from ts_core.registry import SlottedWeight
 from ts_core.testing import assert_bit_equal, devices, make_tensor
 from ts_quant import QuantizedTensor, quantize, set_matmul
 from ts_quant import _scaled_linear as scaled_linear_module
@@ -134,7 +135,7 @@ def test_blocked_scales(rows, columns):
 
 
 @pytest.mark.parametrize("device", devices())
-@given(rows=st.integers(0, 200), columns=st.integers(0, 200), sixteenths=st.booleans())
+@given(rows=st.integers(0, 40), columns=st.integers(0, 40), sixteenths=st.booleans())
 def test_transposed_bytes(device, rows, columns, sixteenths):
     rows, columns = (16 * rows, 16 * columns) if sixteenths else (rows, columns)
     codes = torch.randint(0, 256, (rows, columns), dtype=torch.uint8, device=device)
@@ -273,7 +274,7 @@ def test_other_shapes_and_dtypes_are_decoded(codec):
         weight = weight_of(codec, shape)
         x = make_tensor((3, shape[1]), dtype=BF16)
         with emulated():
-            assert how(codec, shape, x, weight.matmul_options) is None
+            assert how(codec, shape, BF16, x.device, weight.matmul_options) is None
             assert_bit_equal(nn.functional.linear(x, weight), nn.functional.linear(x, weight.dequantize()))
     weight = quantize(make_tensor((512, 1024)), codec)
     x = make_tensor((3, 1024))
@@ -291,9 +292,8 @@ def test_other_shapes_and_dtypes_are_decoded(codec):
 def test_gradients_of_shapes_whose_transpose_is_refused_are_decoded(codec):
     shape = {"fp8_row": (16, 32), "fp8_block": (128, 512), "mxfp8": (48, 32), "nvfp4": (48, 32)}[codec]
     refused = codec != "fp8_row"
-    x = torch.empty(1, dtype=BF16)
     with emulated():
-        product, _, backward = how(codec, shape, x, Matmul(backward=True))
+        product, _, backward = how(codec, shape, BF16, torch.device("cpu"), Matmul(backward=True))
     assert product is PRODUCTS[codec]
     assert backward is not refused
 
@@ -474,17 +474,20 @@ def small_model():
 def test_set_matmul_tells_every_weight():
     model = small_model()
     counts = set_matmul(model, outliers=0.02, fp8_backward=True)
-    assert counts == {"weights": 3, "tensor_cores": 0, "backward": 0, "outliers": 0}
+    assert counts == {**dict.fromkeys(counts, 0), "weights": 3}
     assert [layer.weight.matmul_options for layer in model[:3]] == [
         Matmul(backward=True),
         Matmul(outliers=0.02),
         Matmul(),
     ]
-    with emulated():
-        counts = set_matmul(model, outliers=0.02, nvfp4_backward=True)
-    assert counts == {"weights": 3, "tensor_cores": 2, "backward": 1, "outliers": 1}
     set_matmul(model, tensor_cores=False)
-    assert model[0].weight.matmul_options == DECODE
+    assert model[0].weight.matmul_options == Matmul(False, 0.0, True)
+    with emulated():
+        assert set_matmul(model)["tensor_cores"] == 0
+        counts = set_matmul(model, tensor_cores=True, fp8_backward=False, nvfp4_backward=True)
+    assert counts.pop("weights") == 3
+    assert counts == {"tensor_cores": 2, "fp8_backward": 0, "nvfp4_backward": 1, "outliers": 1}
+    assert model[0].weight.matmul_options == Matmul()
 
 
 @pytest.mark.parametrize(
@@ -493,6 +496,40 @@ def test_set_matmul_tells_every_weight():
 def test_set_matmul_refuses(options):
     with pytest.raises(OptionError, match=next(iter(options))):
         set_matmul(nn.Linear(2, 2), **options)
+
+
+@pytest.mark.parametrize("codec", [*CODECS, "nf4"])
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_slot_holds_what_is_multiplied(codec, backward):
+    """The pager asks for the tensors, copies the packed ones and has the others made, whatever the codec."""
+    weight = weight_of(codec, (512, 512))
+    weight.matmul_options = Matmul(backward=backward)
+    assert weight.slot_parts(torch.device("cpu")) is None
+    with emulated():
+        parts = weight.slot_parts(torch.device("cpu"))
+        if codec == "nf4":
+            assert parts is None
+            return
+        assert isinstance(weight, SlottedWeight)
+        places = {name: torch.empty(size, dtype=kind) for name, (kind, size) in parts.items()}
+        assert (set(places) > set(weight.packed)) is backward
+        for name, part in weight.packed.items():
+            places[name].copy_(part)
+        weight.complete_slot(places)
+        slotted = weight.with_packed(places)
+        results = []
+        for w in (weight, slotted):
+            x = make_tensor((4, 512), dtype=BF16, seed=1).requires_grad_()
+            out = nn.functional.linear(x, w)
+            grad = make_tensor((4, 512), dtype=BF16, seed=2)
+            direct = w.input_gradient(grad)
+            assert (direct is not None) is backward
+            results.append(
+                [out.detach(), *torch.autograd.grad(out, x, grad), *([direct] if backward else [])]
+            )
+            assert not backward or torch.equal(*results[-1][1:])
+    for got, want in zip(*results, strict=True):
+        assert_bit_equal(got, want)
 
 
 def test_options_stay_with_the_tensor():

@@ -19,6 +19,7 @@ __all__ = [
     "CopyTicket",
     "HostAllocator",
     "PackedWeight",
+    "SlottedWeight",
     "TorchCopyEngine",
     "TorchHostAllocator",
     "codec",
@@ -83,6 +84,23 @@ class PackedWeight(Protocol):
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         """Return the names of the attributes that hold the packed tensors, and what else it is made of."""
+
+
+@runtime_checkable
+class SlottedWeight(PackedWeight, Protocol):
+    """A packed weight that a device may multiply as it is: a slot then holds packed tensors of it."""
+
+    def slot_parts(self, device: torch.device) -> dict[str, tuple[torch.dtype, tuple[int, ...]]] | None:
+        """Return dtype and shape of all tensors it computes with on a device; None: it is decoded there.
+
+        Those that `packed` has by the same name are copied; the others are made of them.
+        """
+
+    def complete_slot(self, parts: dict[str, torch.Tensor]) -> None:
+        """Make what is not copied, on the device: all tensors of `slot_parts`, those copied are there."""
+
+    def with_packed(self, packed: dict[str, torch.Tensor]) -> torch.Tensor:
+        """Return the same weight over tensors that lie elsewhere."""
 
 
 @runtime_checkable

@@ -24,6 +24,7 @@ from ts_core.guard import GuardedParameter, guard, guard_of, release
 
 from .activations import park_hook
 from .files import locate
+from .seats import Seat
 from .slots import Slot, SlotLayout, own_view
 from .stand_in import StandIn
 
@@ -93,8 +94,10 @@ class _Weight:
 
     def __init__(self, block: PagedBlock, view: Tensor, stamp: _Stamp) -> None:
         self.block, self.view = block, view
-        offsets = block.layout.offsets
-        self.index = bisect.bisect_right(offsets, view.storage_offset() * view.dtype.itemsize) - 1
+        packed: dict[str, Tensor] | None = getattr(view, "packed", None)
+        first = view if packed is None else next(iter(packed.values()))
+        at = first.storage_offset() * first.dtype.itemsize
+        self.index = bisect.bisect_right(block.layout.offsets, at) - 1
         self.version = stamp[self.index]
 
     def tensor(self) -> Tensor:
@@ -151,7 +154,8 @@ class PagedBlock:
         self._sites = [(place, key, parameter, order[id(parameter)]) for place, key, parameter in sites]
         self._beside = {id(owner._parameters): owner._buffers for owner in module.modules()}
         with torch._C.DisableTorchFunctionSubclass():
-            self.layout = SlotLayout([decoded(parameter) for parameter in self.parameters])
+            self.seats = [Seat(parameter, pager.device) for parameter in self.parameters]
+            self.layout = SlotLayout([seat.like for seat in self.seats])
         self.runs = 0
         self.fills = 0
         self.left = False
@@ -175,9 +179,11 @@ class PagedBlock:
         self.slot = slot
         if slot is not None:
             with torch._C.DisableTorchFunctionSubclass():
-                pairs = list(zip(self.layout.offsets, map(decoded, self.parameters), strict=True))
-                self.views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
-                self.fill_views = [own_view(slot.buffer, offset, like) for offset, like in pairs]
+                pairs = list(zip(self.layout.offsets, self.seats, strict=True))
+                regions = [own_view(slot.buffer, offset, seat.like) for offset, seat in pairs]
+                seated = zip(self.seats, self.parameters, regions, strict=True)
+                self.views = [seat.over(parameter, region) for seat, parameter, region in seated]
+                self.fill_views = [own_view(slot.buffer, offset, seat.like) for offset, seat in pairs]
         self._anchor = torch.zeros((), device=self.pager.device, requires_grad=True)
         self._buffers = [
             (owner._buffers, key)
@@ -285,10 +291,9 @@ class PagedBlock:
     def _fits(self, value: Any, index: int) -> bool:
         if not isinstance(value, nn.Parameter) or value.device.type != "cpu":
             return False
-        old = decoded(self.parameters[index])
-        if value.shape != old.shape or value.dtype != old.dtype:
+        if not self.seats[index].fits(value):
             return False
-        return getattr(value, "packed", None) is not None or value.stride() == old.stride()
+        return getattr(value, "packed", None) is not None or value.stride() == self.seats[index].like.stride()
 
     def stamp(self) -> _Stamp:
         """Return what changes whenever a weight is written outside."""
@@ -481,6 +486,8 @@ class PagedBlock:
                 count(tensor)
             # A packed weight of a resident block has no storage; it is small, and stays.
             plain = type(tensor) is Tensor or type(tensor) is nn.Parameter
+            if not plain and _lies_in(tensor, start, end):
+                return _Weight(self, tensor, stamp)
             if plain and tensor.layout is torch.strided:
                 if start <= tensor.data_ptr() < end:
                     return _Weight(self, tensor.detach(), stamp)
@@ -548,11 +555,10 @@ class PagedBlock:
         return tree_unflatten(flat, spec)
 
 
-def decoded(parameter: Tensor) -> Tensor:
-    """Return a tensor with the dtype, shape and strides of the weight that the block computes with."""
-    if getattr(parameter, "packed", None) is not None:
-        return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
-    return parameter.detach()
+def _lies_in(tensor: Any, start: int, end: int) -> bool:
+    """Whether a packed weight's tensors are views of the slot."""
+    packed: dict[str, Tensor] = getattr(tensor, "packed", None) or {}
+    return any(start <= part.data_ptr() < end for part in packed.values())
 
 
 def _version(tensor: Tensor) -> int:

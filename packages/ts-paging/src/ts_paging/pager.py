@@ -21,6 +21,7 @@ from .copy import h2d_many
 from .files import locate
 from .layout import copy_exactly
 from .rows import GatheredRows, gathers
+from .seats import Seat
 from .sink import GradientSink, HostMemory
 from .slots import Slot
 from .turns import Turns
@@ -362,15 +363,17 @@ class WeightPager:
         slot.owner = None  # if something fails on the way, nobody is there
         arriving: list[Callable[[], None]] = []
         batch: _Batch = ([], [])
-        for target, parameter in zip(block.fill_views, block.parameters, strict=True):
+        for target, parameter, seat in zip(block.fill_views, block.parameters, block.seats, strict=True):
             entry = guard_of(parameter)
             if entry is not None:
                 entry.wait()
-            _check(block, target, parameter)
+            _check(block, seat, parameter)
             packed: dict[str, Tensor] | None = getattr(parameter, "packed", None)
             if packed is not None:
-                parts = {key: self._move(part, None, batch) for key, part in packed.items()}
-                arriving.append(_decoding(parameter, parts, target))
+                places = seat.places(target)
+                goes = dict.fromkeys(packed) if places is None else places
+                parts = {key: self._move(part, goes[key], batch) for key, part in packed.items()}
+                arriving.append(_unpacking(parameter, parts, target, places))
             elif parameter.numel():
                 flat = target.as_strided((target.numel(),), (1,))
                 source = _in_order_of(target, parameter.detach()).as_strided((target.numel(),), (1,))
@@ -454,28 +457,34 @@ def _in_order_of(target: Tensor, value: Tensor) -> Tensor:
     return copy_exactly(torch.empty_strided(target.size(), target.stride(), dtype=value.dtype), value)
 
 
-def _check(block: PagedBlock, target: Tensor, parameter: Tensor) -> None:
-    if target.shape != parameter.shape or target.dtype != parameter.dtype:
+def _check(block: PagedBlock, seat: Seat, parameter: Tensor) -> None:
+    if not seat.fits(parameter):
         raise StateError(
             f"paged block {block.name!r}: a Parameter of {tuple(parameter.shape)} and {parameter.dtype} "
-            f"takes the place of {tuple(target.shape)} and {target.dtype}; unwrap the model before changing "
+            f"takes the place of {seat}; unwrap the model before changing "
             "its weights' shape or dtype"
         )
 
 
-def _decoding(
-    parameter: Any, parts: dict[str, tuple[Tensor, Callable[[], None] | None]], target: Tensor
+def _unpacking(
+    parameter: Any,
+    parts: dict[str, tuple[Tensor, Callable[[], None] | None]],
+    target: Tensor,
+    places: dict[str, Tensor] | None,
 ) -> Callable[[], None]:
-    """Make what decodes packed parts into a slot once they are there."""
+    """Make what decodes packed parts into a slot once they are there, or completes those that stay packed."""
     codec = registry.codec(parameter.codec)
     shape, meta = tuple(parameter.shape), parameter.meta
 
-    def decode() -> None:
-        for _, arrive in parts.values():
-            if arrive is not None:
-                arrive()
-        packed = {key: part for key, (part, _) in parts.items()}
+    def arrive() -> None:
+        for _, arrived in parts.values():
+            if arrived is not None:
+                arrived()
         with span("ts/paging/decode"):
+            if places is not None:
+                parameter.complete_slot(places)
+                return
+            packed = {key: part for key, (part, _) in parts.items()}
             codec.decode(packed, shape, target.dtype, meta, out=target)
 
-    return decode
+    return arrive

@@ -123,26 +123,27 @@ def _cuda_version() -> tuple[int, int]:
 
 
 def how(
-    codec: str, shape: Sequence[int], x: torch.Tensor, options: Matmul
+    codec: str, shape: Sequence[int], dtype: torch.dtype, device: torch.device, options: Matmul
 ) -> tuple[Product, bool, bool] | None:
     """Decide how `F.linear` computes.
 
     Args:
         codec: Codec of the weight.
         shape: Its shape.
-        x: The input, cast already.
+        dtype: Of the input, cast already.
+        device: Where it is.
         options: What the weight was told.
 
     Returns:
         The product, whether it is emulated, and whether the input gradient is packed too; None: decode.
     """
-    if not options.tensor_cores or x.dtype is not torch.bfloat16 or codec not in PRODUCTS:
+    if not options.tensor_cores or dtype is not torch.bfloat16 or codec not in PRODUCTS:
         return None
     emulates = _here.emulates > 0
-    if not emulates and not multiplies(codec, x.device):
+    if not emulates and not multiplies(codec, device):
         return None
     product = PRODUCTS[codec]
-    if not product.accepts(shape) or x.numel() == 0:
+    if not product.accepts(shape):
         return None
     return product, emulates, options.backward and product.accepts(shape, backward=True)
 
@@ -156,51 +157,57 @@ def matmul_of(weight: Any) -> Matmul:
 def set_matmul(
     model: nn.Module,
     *,
-    tensor_cores: bool = True,
-    outliers: float = 0.0,
-    fp8_backward: bool = False,
-    nvfp4_backward: bool = False,
+    tensor_cores: bool | None = None,
+    outliers: float | None = None,
+    fp8_backward: bool | None = None,
+    nvfp4_backward: bool | None = None,
+    device: torch.device | None = None,
 ) -> dict[str, int]:
-    """Tell every packed weight of a model how to multiply.
+    """Tell every packed weight of a model how to multiply; `None` leaves an option as it is.
 
     Args:
-        model: Any module; its packed weights are changed in place, their bytes are not.
+        model: Any module, not wrapped; its packed weights are changed in place, their bytes are not.
         tensor_cores: Multiply packed operands where the device can; False decodes everywhere.
         outliers: nvfp4: share of the input channels (0 to 0.1), the largest of a call, that stay in bf16.
         fp8_backward: Input gradients of fp8 weights from packed operands too.
         nvfp4_backward: The same for nvfp4 weights.
+        device: Where the model computes, for the counts; `None`: where each weight is.
 
     Returns:
-        `{"weights": how many there are, "tensor_cores": how many of them multiply packed on their device,
-        "backward": of how many the input gradient is packed too, "outliers": how many split outliers off}`.
+        `{"weights": how many there are, "tensor_cores": how many of them multiply packed there,
+        "fp8_backward", "nvfp4_backward": of how many the input gradient is packed too, "outliers": how many
+        split outliers off}`.
 
     Raises:
         OptionError: An option outside its accepted values.
 
     Example:
-        >>> set_matmul(nn.Linear(4, 4), outliers=0.01)
-        {'weights': 0, 'tensor_cores': 0, 'backward': 0, 'outliers': 0}
+        >>> set_matmul(nn.Linear(4, 4), outliers=0.01)["weights"]
+        0
     """
-    share = fraction("outliers", outliers, 0.0, 0.1)
-    boolean("tensor_cores", tensor_cores)
-    packed_gradient = {
-        "nvfp4": boolean("nvfp4_backward", nvfp4_backward),
-        "fp8": boolean("fp8_backward", fp8_backward),
-    }
-    counts = {"weights": 0, "tensor_cores": 0, "backward": 0, "outliers": 0}
+    given = {"tensor_cores": tensor_cores, "fp8_backward": fp8_backward, "nvfp4_backward": nvfp4_backward}
+    for name, value in given.items():
+        if value is not None:
+            boolean(name, value)
+    share = None if outliers is None else float(fraction("outliers", outliers, 0.0, 0.1))
+    counts = dict.fromkeys(("weights", "tensor_cores", "fp8_backward", "nvfp4_backward", "outliers"), 0)
     for parameter in model.parameters():
         codec = getattr(parameter, "codec", None)
         if codec not in registry.codecs() or not hasattr(parameter, "matmul_options"):
             continue
-        fp4 = codec == "nvfp4"
-        backward = codec in PRODUCTS and packed_gradient["nvfp4" if fp4 else "fp8"]
-        options = Matmul(tensor_cores, share if fp4 else 0.0, backward)
-        parameter.matmul_options = options
+        backward = "nvfp4_backward" if codec == "nvfp4" else "fp8_backward"
+        changes: dict[str, Any] = {"tensor_cores": tensor_cores}
+        if codec in PRODUCTS:
+            changes["backward"] = given[backward]
+        if codec == "nvfp4":
+            changes["outliers"] = share
+        kept = {name: value for name, value in changes.items() if value is not None}
+        options = parameter.matmul_options = matmul_of(parameter)._replace(**kept)
         counts["weights"] += 1
-        probe = torch.empty(1, dtype=parameter.dtype, device=parameter.device)
-        chosen = how(codec, tuple(parameter.shape), probe, options)
+        where = parameter.device if device is None else device
+        chosen = how(codec, tuple(parameter.shape), parameter.dtype, where, options)
         if chosen is not None:
             counts["tensor_cores"] += 1
-            counts["backward"] += chosen[2]
+            counts[backward] += chosen[2]
             counts["outliers"] += options.outliers > 0
     return counts

@@ -17,8 +17,10 @@ from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, StateError, message
 
 from ._linear import linear
-from .codecs import Meta, Packed, check_parts, decode, parts_of
-from .matmul import DEFAULT, Matmul
+from ._scaled_linear import Form, packed_gradient
+from .codecs import Meta, Packed, Part, check_parts, decode, parts_of
+from .matmul import DEFAULT, Matmul, how
+from .products import PRODUCTS, TRANSPOSED
 
 __all__ = ["QuantizedTensor"]
 
@@ -200,6 +202,49 @@ class QuantizedTensor(torch.Tensor):
         made = QuantizedTensor(packed, self.codec, self._shape, self._dtype, self.meta)
         made.matmul_options = self.matmul_options
         return made
+
+    def slot_parts(self, device: torch.device) -> dict[str, Part] | None:
+        """List what `F.linear` with bf16 inputs computes with on a device.
+
+        Args:
+            device: Where.
+
+        Returns:
+            Dtype and shape by name: the packed tensors, and those of the transposed weight where the input
+            gradient is packed too. None: the weight is decoded there.
+        """
+        chosen = how(self.codec, self._shape, self._dtype, device, self.matmul_options)
+        if chosen is None:
+            return None
+        product, _, backward = chosen
+        parts = {name: Part(t.dtype, tuple(t.shape)) for name, t in self.packed.items()}
+        return {**parts, **product.transposed_parts(self._shape)} if backward else parts
+
+    def complete_slot(self, parts: Mapping[str, torch.Tensor]) -> None:
+        """Make the packed tensors of the transposed weight, if there is room for them.
+
+        Args:
+            parts: All tensors of `slot_parts`; those that `packed` has are there, the others are written.
+        """
+        if "codes" + TRANSPOSED in parts:
+            with torch.no_grad():
+                PRODUCTS[self.codec].transpose(parts, self._shape, parts)
+
+    def input_gradient(self, grad: torch.Tensor) -> torch.Tensor | None:
+        """Return the input gradient of `F.linear` from packed operands, or None where it is not asked for.
+
+        Args:
+            grad: `(..., rows)`, the gradient of the output; no graph is made.
+
+        Returns:
+            `(..., columns)` in its dtype; None: multiply by the decoded weight.
+        """
+        chosen = how(self.codec, self._shape, grad.dtype, grad.device, self.matmul_options)
+        if chosen is None or not chosen[2] or not grad.numel():
+            return None
+        form = Form(chosen[0], self._shape, chosen[1], True, self.matmul_options.outliers)
+        with torch.no_grad():
+            return packed_gradient(grad, form, self.packed, torch.Size((*grad.shape[:-1], self._shape[1])))
 
     def _like(self, packed: Mapping[str, torch.Tensor], **changes: Any) -> QuantizedTensor:
         shape, dtype = changes.get("shape", self._shape), changes.get("dtype", self._dtype)

@@ -87,6 +87,8 @@ def _error_of(weight: QuantizedTensor, form: Form, device: torch.device) -> floa
 def _relative(got: torch.Tensor, grad: torch.Tensor, weight: QuantizedTensor) -> float:
     want = grad.float() @ dequantize(weight, torch.float32)
     scale = want.norm().clamp_min(torch.finfo(torch.float32).tiny)
+    if not scale.isfinite():  # so is the weight: nothing can be said of its product
+        return 0.0
     return float((got.float() - want).norm() / scale)
 
 
@@ -167,6 +169,5 @@ def _some_rows(weight: QuantizedTensor) -> QuantizedTensor | None:
 
 def _limit(weight: QuantizedTensor) -> float:
     options: Matmul = weight.matmul_options
-    x = torch.empty(1, dtype=weight.dtype, device=weight.device)
-    chosen = how(weight.codec, tuple(weight.shape), x, options)
+    chosen = how(weight.codec, tuple(weight.shape), weight.dtype, weight.device, options)
     return _PACKED_LIMIT[weight.codec] if chosen is not None and chosen[2] else _DECODED_LIMIT

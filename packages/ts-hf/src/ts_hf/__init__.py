@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .adapters import merge_adapters
     from .checkpoint import Checkpoint, resolve
     from .gguf import fetch_smollm2, load_gguf, save_as_safetensors, smollm2_path
+    from .kv_cache import BlockCache
     from .loading import load_model, load_tokenizer
     from .losses import backbone, causal_lm_loss_for, count_items
     from .packing import PackedCollator, best_fit, pack_sequences
@@ -24,6 +25,7 @@ if TYPE_CHECKING:
 __version__ = version("ts-hf")
 
 _HOME = {
+    "BlockCache": "kv_cache",
     "Checkpoint": "checkpoint",
     "PackedCollator": "packing",
     "SafetensorsReader": "safetensors_reader",
@@ -49,6 +51,7 @@ _HOME = {
 }
 
 __all__ = [
+    "BlockCache",
     "Checkpoint",
     "PackedCollator",
     "SafetensorsReader",

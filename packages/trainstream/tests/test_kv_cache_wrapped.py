@@ -1,0 +1,32 @@
+"""Generation of a wrapped model with its keys and values in blocks."""
+
+import copy
+
+import pytest
+import torch
+from test_trainer import build
+
+import trainstream as ts
+from ts_core.testing import devices
+from ts_hf import BlockCache
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("beams", [1, 2])
+def test_a_paged_model_generates_what_the_plain_one_does(device, beams):
+    model = build(0, max_position_embeddings=512).to(device).eval()
+    ids = torch.randint(3, 90, (2, 100), generator=torch.Generator().manual_seed(1)).to(device)
+    options = {
+        "attention_mask": torch.ones_like(ids),
+        "min_new_tokens": 20,
+        "max_new_tokens": 20,
+        "num_beams": beams,
+        "do_sample": False,
+        "pad_token_id": 0,
+    }
+    right = copy.deepcopy(model).generate(ids, **options)
+    wrapped, _ = ts.wrap(model, lr=1e-3, param_offload=True, device=device)
+    cache = BlockCache(model.config, block_tokens=64)
+    assert torch.equal(wrapped.generate(ids, cache=cache, **options), right)
+    assert cache.stored_bytes() > 0
+    ts.unwrap(model)

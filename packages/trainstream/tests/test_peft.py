@@ -111,7 +111,9 @@ def twins(codec, place, folder, **changes):
     plain = lora(decoded(copy.deepcopy(base)), **changes)
     ours = lora(base, **changes)
     folder.mkdir(exist_ok=True)
-    options = {"quantize": None, "disk_offload": str(folder), **PLACES[place]}
+    # PEFT's own arithmetic; fused layers round in other places.
+    options = {"quantize": None, "kernels": False, "fused_lora": False, "disk_offload": str(folder)}
+    options |= PLACES[place]
     ours, optimizer = trainstream.wrap(ours, adamw(ours), **options)
     return plain, adamw(plain), ours, optimizer
 

@@ -69,7 +69,8 @@ def test_what_was_left_open_is_forced_and_placement_is_not(tmp_path):
         "quantize": "nf4",
         "quant_block_size": 32,
         "moment_dtype": "float32",
-        "kernels": False,
+        "kernels": True,  # auto, over packed weights
+        "fused_lora": True,
         "attention": None,
         "keep_precise": 0.5,
         "error_rank": 2,
@@ -94,6 +95,9 @@ def test_what_was_left_open_is_forced_and_placement_is_not(tmp_path):
         ({"quantize": "nf4", "keep_precise": 0.5}, "keep_precise", 0.25),
         ({"quantize": "nf4", "error_rank": 2}, "error_rank", 4),
         ({"quantize": "nf4", "double_quant": True}, "double_quant", False),
+        ({"quantize": "nf4"}, "kernels", False),
+        ({"fused_lora": True}, "fused_lora", None),
+        ({"attention": "math"}, "attention", "flash"),
     ],
 )
 def test_what_asks_for_other_bits_is_an_error_that_names_it(tmp_path, made, option, value):
@@ -104,7 +108,7 @@ def test_what_asks_for_other_bits_is_an_error_that_names_it(tmp_path, made, opti
 
 @pytest.mark.parametrize(
     "same", [{"quantize": "none"}, {"quantize": False}, {"moment_dtype": "fp32"}, {"kernels": None},
-             {"attention": None}, {"quant_block_size": 32}]
+             {"fused_lora": None}, {"attention": None}, {"quant_block_size": 32}]
 )  # fmt: skip
 def test_other_spellings_of_the_same_are_no_difference(tmp_path, same):
     saved = saved_by(wrapped(), tmp_path)
@@ -143,6 +147,7 @@ def test_chunks_of_the_loss():
         quantize=st.sampled_from(["none", "int8", "nf4"]),
         quant_block_size=st.sampled_from([32, 64]),
         kernels=st.booleans(),
+        fused_lora=st.booleans(),
         attention=st.sampled_from([None, "math"]),
     ),
     size=st.one_of(st.none(), st.integers(1, 10)),

@@ -165,9 +165,9 @@ class WrapOptions:
             ("optimizer_mode", ("cpu", "gpu", "auto"), None),
             ("offload", ("auto", True), None),
             ("prefer", ("exact", "speed"), None),
-            ("attention", ("auto", "cudnn", "efficient", "flash", "math", None), ("auto", None)),
-            ("kernels", (*tri, None), ("auto", False, None)),
-            ("fused_lora", (*tri, None), ("auto", False, None)),
+            ("attention", ("auto", "cudnn", "efficient", "flash", "math", None), None),
+            ("kernels", (*tri, None), None),
+            ("fused_lora", (*tri, None), None),
             ("schedule", ("auto", "block", "microbatch"), ("auto", "microbatch")),
             ("capture", tri, ("auto", False)),
             ("lossless", tri, ("auto", False)),
@@ -304,9 +304,6 @@ class WrapOptions:
             ("activation_offload", "saved activations stay on the device"),
             ("param_offload", "weights stay on the device, which has room for them"),
             ("recompute", "no block recomputes"),
-            ("attention", "torch's own order of backends"),
-            ("kernels", "the model's own modules compute"),
-            ("fused_lora", "adapters compute as PEFT does"),
             ("capture", "blocks run eagerly"),
         ):
             measured = adapts and name in ("activation_offload", "param_offload", "recompute")

@@ -31,6 +31,9 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         - ``params``: ``paged_blocks`` (how many blocks do not stay on the device), ``quantize`` (codec of
           frozen block weights), ``total`` and ``trainable`` (elements).
         - ``plan``: the plan as data, and ``history`` with the measured peaks and times of the latest steps.
+        - ``kernels``: ``modules``, a row for each that looks like one with a fused path (``name``, ``kind``,
+          ``fused``, ``variant``, why not in ``reason``, how far it is from the module's own code), and
+          ``attention``: the backend that comes ``first`` (None: torch's own order) and the seconds measured.
         - ``experts``: ``copied``, expert copies made so far (0: experts are not paged).
         - ``tiers``: bytes now in ``device`` (the slots of paged blocks included), ``peer``, ``host`` and
           ``disk``. On a CPU run ``device`` is the RAM that holds weights, buffers and gradients, ``host`` the
@@ -62,6 +65,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
             "trainable": sum(p.numel() for p in parameters if p.requires_grad),
         },
         "plan": {**session.plan.to_dict(), "history": [dict(entry) for entry in session.history]},
+        "kernels": {} if session.kernels is None else session.kernels.report(),
         "experts": {"copied": 0},
         "tiers": tier_bytes(session),
         "moved": moved_bytes(session, stats),

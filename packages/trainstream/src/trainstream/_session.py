@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.utils.hooks import RemovableHandle
 
+    from trainstream._kernels import Kernels
     from trainstream._options import WrapOptions
     from trainstream._paging import Tiers
     from trainstream._places import Places
@@ -65,6 +66,7 @@ class Session:
         adapting: True while the session still tunes itself.
         placement: Where the optimizer kept state of CUDA parameters before; None if that was not changed.
         relief: Makes room where memory is short.
+        kernels: Which modules run fused paths.
         watch: Looks at memory once a step and at every input.
         undo: What `unwrap()` calls beside taking back what it knows of.
         recorders: The event files that are written.
@@ -109,6 +111,7 @@ class Session:
         self._hooks: list[RemovableHandle] = []
         self._reach: ReachCheck | None = None
         self.relief: Relief
+        self.kernels: Kernels | None = None
         self._snapshot: Snapshot | None = None
         self.watch = Watch(self)
 

@@ -59,7 +59,8 @@ class Numerics:
         quant_block_size: Values per scale.
         moment_dtype: Format of AdamW's moments.
         kernels: Whether fused kernels replace the model's own modules.
-        attention: SDPA backend, or None for torch's own order.
+        fused_lora: Whether LoRA layers are one function each.
+        attention: SDPA backend that is tried first, or None for torch's own order.
         keep_precise: Share of extra bytes for weights that move up one codec.
         error_rank: Rank of the fit of the quantization error that adapters start from.
         error_iters: How often it was made anew.
@@ -70,6 +71,7 @@ class Numerics:
     quant_block_size: int = 64
     moment_dtype: str = "float32"
     kernels: bool = False
+    fused_lora: bool = False
     attention: str | None = None
     keep_precise: float = 0.0
     error_rank: int = 0

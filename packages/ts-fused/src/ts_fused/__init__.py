@@ -16,17 +16,21 @@ except ImportError as error:
         "./packages/ts-fused"
     ) from error
 
-from .checked import FusedCheck, FusedPatch, check_fused, patch_fused
+from .attention import AttentionChoice, AttentionTimes, time_attention
+from .checked import FusedCheck, check_fused
 from .cross_entropy import causal_lm_loss, chunked_cross_entropy
 from .gated_mlp import gated_mlp
 from .logprobs import sequence_logprobs
 from .lora import LoraAdapter, LoraProjection, lora_linear, lora_linears
+from .patched import FusedPatch, patch_fused
 from .preference import PreferenceLoss, dpo_loss, kto_loss, orpo_loss, simpo_loss
 from .rms_norm import add_rms_norm, rms_norm
 from .rotary import rotary
 
 __version__ = version("ts-fused")
 __all__ = [
+    "AttentionChoice",
+    "AttentionTimes",
     "FusedCheck",
     "FusedPatch",
     "LoraAdapter",
@@ -47,4 +51,5 @@ __all__ = [
     "rotary",
     "sequence_logprobs",
     "simpo_loss",
+    "time_attention",
 ]

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import types
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ._compare import Verdict, differences, random_linear, random_tensor, run_with_gradients
+from ._compare import Verdict, differences, hooked, random_linear, random_tensor, run_with_gradients
 from .lora import LoraAdapter, LoraProjection, lora_linear
 
-__all__ = ["check_lora", "looks_like_lora", "lora_projection"]
+__all__ = ["check_lora", "looks_like_lora", "lora_projection", "run_lora", "small_twin"]
 
 
 def looks_like_lora(module: Any) -> bool:
@@ -20,13 +19,8 @@ def looks_like_lora(module: Any) -> bool:
     return there and type(module.base_layer).forward is nn.Linear.forward
 
 
-def _hooked(module: nn.Module) -> bool:
-    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-    return "forward" in module.__dict__ or any(getattr(module, name) for name in hooks)
-
-
 def _plain_factor(module: Any) -> bool:
-    return type(module).forward is nn.Linear.forward and module.bias is None and not _hooked(module)
+    return type(module).forward is nn.Linear.forward and module.bias is None and not hooked(module)
 
 
 def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
@@ -36,7 +30,7 @@ def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
     hooks on one of the parts, with a trained base, and where input and base differ in dtype.
     """
     base = layer.base_layer
-    if layer.disable_adapters or layer.merged or _hooked(base):
+    if layer.disable_adapters or layer.merged or hooked(base):
         return None
     variants = getattr(layer, "lora_variant", None) or {}
     adapters = []
@@ -58,18 +52,18 @@ def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
     return LoraProjection(weight, adapters, bias)
 
 
-def _twin(layer: Any, device: torch.device, dtype: torch.dtype) -> Any:
+def small_twin(layer: Any, device: torch.device, dtype: torch.dtype, seed: int = 0) -> Any:
     """Make a small layer of the same class, with random factors: fresh ones are zero and hide mistakes."""
     twin: Any = object.__new__(type(layer))
     twin.__dict__ = dict(layer.__dict__)
-    base = random_linear(12, 20, device, dtype, 0, bias=True).requires_grad_(False)
+    base = random_linear(12, 20, device, dtype, 9 * seed, bias=True).requires_grad_(False)
     a, b = nn.ModuleDict(), nn.ModuleDict()
     for i, name in enumerate(layer.lora_A):
         biases = [
             getattr(factors[name], "bias", None) is not None for factors in (layer.lora_A, layer.lora_B)
         ]
-        a[name] = random_linear(12, 3, device, dtype, 2 * i + 1, bias=biases[0])
-        b[name] = random_linear(3, 20, device, dtype, 2 * i + 2, bias=biases[1])
+        a[name] = random_linear(12, 3, device, dtype, 9 * seed + 2 * i + 1, bias=biases[0])
+        b[name] = random_linear(3, 20, device, dtype, 9 * seed + 2 * i + 2, bias=biases[1])
     drop = nn.ModuleDict({name: nn.Identity() for name in layer.lora_dropout})
     twin.__dict__["_modules"] = {
         **layer._modules, "base_layer": base, "lora_A": a, "lora_B": b, "lora_dropout": drop,
@@ -79,15 +73,11 @@ def _twin(layer: Any, device: torch.device, dtype: torch.dtype) -> Any:
     return twin
 
 
-def _run(x: Tensor, projection: LoraProjection) -> Tensor:
-    return lora_linear(x, projection.weight, projection.adapters, projection.bias)
-
-
 def check_lora(layer: Any, device: torch.device, dtype: torch.dtype) -> Verdict:
     """Compare a small layer of the same class, then give the layer its fused path."""
     total = Verdict()
     for kind in dict.fromkeys((torch.float32, dtype)):
-        twin = _twin(layer, device, kind)
+        twin = small_twin(layer, device, kind)
         x = random_tensor((2, 3, 12), device, kind, 0).requires_grad_()
         projection = lora_projection(twin, x)
         if projection is None:
@@ -101,12 +91,13 @@ def check_lora(layer: Any, device: torch.device, dtype: torch.dtype) -> Verdict:
         if found.reason:
             return found
         total = total.and_(found)
-    return total.with_forward("linear", types.MethodType(_forward, layer))
+    return total.with_forward("linear", run_lora)
 
 
-def _forward(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+def run_lora(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run a layer: its fused path if the call is what was checked, else its own code."""
     if not args and not kwargs and isinstance(x, Tensor) and x.is_floating_point():
         projection = lora_projection(layer, x)
         if projection is not None:
-            return _run(x, projection)
+            return lora_linear(x, projection.weight, projection.adapters, projection.bias)
     return type(layer).forward(layer, x, *args, **kwargs)

@@ -136,6 +136,17 @@ def _agrees(own: Callable[..., Any], form: Any, device: torch.device, dtype: tor
     return total.with_forward(form[0], _fused(own, form, partial, keeps))
 
 
+def _eagerly(code: Callable[..., Any]) -> Callable[..., Any]:
+    """Run the code but while a compiler looks on, which would look its global names up in the real module."""
+
+    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return type(module).forward(module, *args, **kwargs)
+        return code(module, *args, **kwargs)
+
+    return forward
+
+
 def check_rotary(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Verdict:
     """Find the form of the function that the module calls, and give the module a code of its own."""
     own = rotary_function(module)
@@ -145,7 +156,7 @@ def check_rotary(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
         verdict = _agrees(own, form, device, dtype)
         if verdict.forward is not None:
             code = _with_global(type(module).forward, _NAME, verdict.forward)
-            return verdict.with_forward(verdict.variant, types.MethodType(code, module))
+            return verdict.with_forward(verdict.variant, _eagerly(code))
         first = first or verdict
     assert first is not None
     return first

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Verdict", "differences", "random_linear", "random_tensor", "run_with_gradients"]
+__all__ = ["Verdict", "differences", "hooked", "random_linear", "random_tensor", "run_with_gradients"]
 
 # Largest difference, relative to the largest element: a few roundings of intermediates.
 _LIMIT = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -39,6 +39,13 @@ class Verdict:
     def with_forward(self, variant: str, forward: Callable[..., Any]) -> Verdict:
         """Return it with what may run instead."""
         return replace(self, variant=variant, reason="", forward=forward)
+
+
+def hooked(module: Any) -> bool:
+    """Whether someone wants to see or change what goes in or comes out of a module that would be left out."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    own = getattr(module, "__dict__", {})
+    return "forward" in own or any(own.get(name) for name in hooks)
 
 
 def random_tensor(shape: Sequence[int], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:

@@ -6,8 +6,8 @@ random input beside the fused path. What does not agree, or is not recognised, i
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Iterable
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,16 @@ from torch import Tensor, nn
 from ts_core.errors import ArgumentTypeError, message
 from ts_core.options import choice
 
+from ._alike import state_of
 from ._checked_lora import check_lora, looks_like_lora
 from ._checked_rotary import check_rotary, rotary_function
-from ._compare import Verdict, differences, random_linear, random_tensor, run_with_gradients
+from ._compare import Verdict, differences, hooked, random_linear, random_tensor, run_with_gradients
 from ._ops import FLOATS
+from ._stand_in import FusedForward
 from .gated_mlp import gated_mlp
 from .rms_norm import rms_norm
 
-__all__ = ["KINDS", "FusedCheck", "FusedPatch", "check_fused", "patch_fused"]
+__all__ = ["KINDS", "SIZES", "FusedCheck", "check_fused", "checked", "expect_place", "place_of", "quietly"]
 
 KINDS = ("rms_norm", "rotary", "gated_mlp", "lora")
 
@@ -52,7 +54,7 @@ class FusedCheck:
     forward: Callable[..., Any] | None = field(default=None, repr=False, compare=False)
 
 
-def _from_verdict(kind: str, verdict: Verdict) -> FusedCheck:
+def _from_verdict(kind: str, verdict: Verdict, module: nn.Module) -> FusedCheck:
     return FusedCheck(
         kind,
         verdict.forward is not None,
@@ -60,7 +62,7 @@ def _from_verdict(kind: str, verdict: Verdict) -> FusedCheck:
         verdict.reason,
         verdict.forward_error,
         verdict.gradient_error,
-        verdict.forward,
+        None if verdict.forward is None else FusedForward(module, verdict.forward),
     )
 
 
@@ -81,22 +83,29 @@ def _looks_like_norm(module: nn.Module) -> bool:
 
 
 def _compare_norm(
-    module: nn.Module, eps: float, offset: float, device: torch.device, dtype: torch.dtype, scale: float
+    module: nn.Module,
+    eps: float,
+    offset: float,
+    device: torch.device,
+    dtypes: tuple[torch.dtype, torch.dtype],
+    scale: float,
 ) -> Verdict:
     hidden = module.weight.numel()  # type: ignore[operator]
-    x = random_tensor((3, 5, hidden), device, dtype, 0).mul_(scale).requires_grad_()
-    weight = random_tensor((hidden,), device, dtype, 1).requires_grad_()
+    x = random_tensor((3, 5, hidden), device, dtypes[0], 0).mul_(scale).requires_grad_()
+    weight = random_tensor((hidden,), device, dtypes[1], 1).requires_grad_()
     theirs = run_with_gradients(
         lambda x, w: torch.func.functional_call(module, {"weight": w}, (x,)), (x, weight)
     )
     ours = run_with_gradients(lambda x, w: rms_norm(x, w, eps, offset=offset), (x, weight))
-    return differences(ours, theirs, dtype, exact_rounding=True)
+    return differences(ours, theirs, dtypes[0], exact_rounding=True)
 
 
-def _norm_forward(name: str, offset: float) -> Callable[..., Any]:
+def _norm_forward(
+    name: str, offset: float, pairs: frozenset[tuple[torch.dtype, torch.dtype]]
+) -> Callable[..., Any]:
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
-        if isinstance(x, Tensor) and x.dtype in FLOATS and module.weight.dtype in FLOATS:
+        if isinstance(x, Tensor) and (x.dtype, module.weight.dtype) in pairs:
             return rms_norm(x, module.weight, getattr(module, name), offset=offset)
         return type(module).forward(module, *args, **kwargs)
 
@@ -109,18 +118,22 @@ def _check_norm(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     first, eps = None, getattr(module, name)
     # Where the mean square is about eps: elsewhere one cannot see which eps is added, and to what.
     small = eps**0.5 if eps > 0.0 else 1e-3
+    whole = (torch.float32, torch.float32)
     for offset in (0.0, 1.0):
         total = Verdict()
-        for kind, scale in dict.fromkeys(((torch.float32, 1.0), (torch.float32, small), (dtype, 1.0))):
-            found = _compare_norm(module, eps, offset, device, kind, scale)
+        for pair, scale in dict.fromkeys(((whole, 1.0), (whole, small), ((dtype, dtype), 1.0))):
+            found = _compare_norm(module, eps, offset, device, pair, scale)
             if found.reason:
                 first = first or found
                 break
             total = total.and_(found)
         else:
-            return total.with_forward(
-                f"offset {offset:.0f}", types.MethodType(_norm_forward(name, offset), module)
-            )
+            pairs = {whole, (dtype, dtype)}
+            # Where the rounding differs in another dtype, the module's own code runs in that one.
+            for pair in ((x, w) for x in FLOATS for w in dict.fromkeys((x, torch.float32))):
+                if pair not in pairs and not _compare_norm(module, eps, offset, device, pair, 1.0).reason:
+                    pairs.add(pair)
+            return total.with_forward(f"offset {offset:.0f}", _norm_forward(name, offset, frozenset(pairs)))
     assert first is not None
     return first
 
@@ -199,11 +212,11 @@ def _check_mlp(module: nn.Module, device: torch.device, dtype: torch.dtype) -> V
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
-        if isinstance(x, Tensor) and x.dtype in FLOATS:
+        if isinstance(x, Tensor) and x.dtype in FLOATS and not hooked(getattr(module, name)):
             return _mlp(module, x, activation)
         return type(module).forward(module, *args, **kwargs)
 
-    return total.with_forward(activation, types.MethodType(forward, module))
+    return total.with_forward(activation, forward)
 
 
 def _mlp(module: Any, x: Tensor, activation: str) -> Any:
@@ -222,19 +235,96 @@ _CHECKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[..., Verdict]]] = 
 }
 
 
-def _place(module: nn.Module, sample: Tensor | None) -> tuple[torch.device, torch.dtype]:
+# What says nothing of how a LoRA layer computes: twins have sizes of their own, PEFT keeps the layer's name.
+SIZES = frozenset({"in_features", "out_features", "target_name"})
+
+
+def _likeness(kind: str, module: nn.Module) -> tuple[Any, ...]:
+    """Return what two modules have in common if one comparison holds for both."""
+    if kind == "rotary":
+        return (type(module),)  # it is the function that is compared
+    if kind == "rms_norm":
+        return *state_of(module), module.weight.numel()  # type: ignore[operator]
+    name = _activation_name(module) if kind == "gated_mlp" else None
+    if name is not None:
+        # Adapters and other classes of linear layers do not matter: small plain ones stand for them.
+        activation = getattr(module, name)
+        inner = state_of(activation) if isinstance(activation, nn.Module) else id(activation)
+        return *state_of(module), tuple(module._modules), inner
+    layer: Any = module
+    factors = tuple(
+        (
+            key,
+            type(drop),
+            *((type(each[key]), each[key].bias is None) for each in (layer.lora_A, layer.lora_B)),
+        )
+        for key, drop in layer.lora_dropout.items()
+    )
+    return *state_of(module, SIZES), tuple(module._modules), factors
+
+
+def place_of(
+    module: nn.Module, sample: Tensor | None, device: torch.device | None
+) -> tuple[torch.device, torch.dtype]:
+    """Return where and in which dtype a module is going to compute."""
     if sample is not None:
         return sample.device, sample.dtype
+    first = next(module.parameters(), None)
     for parameter in module.parameters():
         if parameter.dtype in FLOATS:
-            return parameter.device, parameter.dtype
-    first = next(module.parameters(), None)
-    return torch.device("cpu") if first is None else first.device, torch.float32
+            return device or parameter.device, parameter.dtype
+    return device or (torch.device("cpu") if first is None else first.device), torch.float32
 
 
-def _expect_module(function: str, argument: str, value: object) -> None:
-    if not isinstance(value, nn.Module):
-        raise ArgumentTypeError(message(function, argument, "a torch.nn.Module", type(value).__name__))
+@contextlib.contextmanager
+def quietly(device: torch.device) -> Iterator[None]:
+    """Compare with gradients and without autocast, and leave the random numbers of the process alone."""
+    forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
+    with forked, torch.enable_grad(), torch.autocast(device.type, enabled=False):
+        yield
+
+
+def checked(
+    module: nn.Module,
+    sample: Tensor | None,
+    kinds: tuple[str, ...],
+    device: torch.device | None,
+    known: dict[Any, Verdict],
+) -> FusedCheck:
+    """Compare as `check_fused` does; what is known of a module that is alike is not compared again."""
+    for kind in kinds:
+        looks, check = _CHECKS[kind]
+        if not looks(module):
+            continue
+        if "forward" in module.__dict__:
+            return FusedCheck(kind, False, reason="its forward was replaced already")
+        where, dtype = place_of(module, sample, device)
+        if dtype not in FLOATS or where.type == "meta":
+            return FusedCheck(kind, False, reason=f"{dtype} on {where} has no kernel")
+        key = None
+        try:
+            key = (kind, where, dtype, _likeness(kind, module))
+            verdict = known.get(key)
+            if verdict is None:
+                with quietly(where):
+                    verdict = check(module, where, dtype)
+        except Exception as error:
+            # Code that does not run on what was tried is code that is not what it looked like.
+            verdict = Verdict(reason=f"its own code did not run on random input: {error!r}"[:300])
+        if key is not None:
+            known[key] = verdict
+        return _from_verdict(kind, verdict, module)
+    return FusedCheck("", False, reason="it looks like nothing that has a fused path")
+
+
+def expect_place(function: str, module: object, sample: object) -> None:
+    """Check the two arguments that `check_fused` and `patch_fused` share."""
+    if not isinstance(module, nn.Module):
+        name = "module" if function == "check_fused" else "model"
+        raise ArgumentTypeError(message(function, name, "a torch.nn.Module", type(module).__name__))
+    if sample is not None and not (isinstance(sample, Tensor) and sample.dtype in FLOATS):
+        given = str(sample.dtype) if isinstance(sample, Tensor) else type(sample).__name__
+        raise ArgumentTypeError(message(function, "sample", "a float32, bfloat16 or float16 tensor", given))
 
 
 def check_fused(
@@ -269,100 +359,5 @@ def check_fused(
         >>> check_fused(torch.nn.Linear(2, 2)).kind
         ''
     """
-    _expect_module("check_fused", "module", module)
-    if sample is not None and not (isinstance(sample, Tensor) and sample.dtype in FLOATS):
-        given = str(sample.dtype) if isinstance(sample, Tensor) else type(sample).__name__
-        raise ArgumentTypeError(
-            message("check_fused", "sample", "a float32, bfloat16 or float16 tensor", given)
-        )
-    for kind in [choice("kinds", kind, KINDS) for kind in kinds]:
-        looks, check = _CHECKS[kind]
-        if not looks(module):
-            continue
-        if "forward" in module.__dict__:
-            return FusedCheck(kind, False, reason="its forward was replaced already")
-        device, dtype = _place(module, sample)
-        if dtype not in FLOATS or device.type == "meta":
-            return FusedCheck(kind, False, reason=f"{dtype} on {device} has no kernel")
-        forked = torch.random.fork_rng([device] if device.type == "cuda" else [])
-        try:
-            with forked, torch.enable_grad(), torch.autocast(device.type, enabled=False):
-                verdict = check(module, device, dtype)
-        except Exception as error:
-            # Code that does not run on what was tried is code that is not what it looked like.
-            verdict = Verdict(reason=f"its own code did not run on random input: {error!r}"[:300])
-        return _from_verdict(kind, verdict)
-    return FusedCheck("", False, reason="it looks like nothing that has a fused path")
-
-
-@dataclass
-class FusedPatch:
-    """The modules of a model that run fused paths.
-
-    Attributes:
-        reports: By the module's name, the report of every module that looked like one of the kinds.
-    """
-
-    reports: dict[str, FusedCheck]
-    _modules: dict[str, nn.Module] = field(default_factory=dict, repr=False)
-
-    @property
-    def patched(self) -> tuple[str, ...]:
-        """Names of the modules that run a fused path."""
-        return tuple(self._modules)
-
-    def undo(self) -> tuple[str, ...]:
-        """Give every module its own code back.
-
-        Returns:
-            Names of modules whose `forward` someone replaced since; they keep it.
-        """
-        kept = []
-        for name, module in self._modules.items():
-            if module.__dict__.get("forward") is self.reports[name].forward:
-                del module.__dict__["forward"]
-            else:
-                kept.append(name)
-        self._modules.clear()
-        return tuple(kept)
-
-
-def patch_fused(
-    model: nn.Module, sample: Tensor | None = None, *, kinds: Iterable[str] = KINDS
-) -> FusedPatch:
-    """Let the modules of a model run fused paths where these agree with their own code.
-
-    The `forward` of a module is replaced on the instance; classes, functions and parameters stay as they are.
-
-    Args:
-        model: The model; every module of it is looked at.
-        sample: A tensor with the dtype and device of the activations; None: those of each module's own
-            parameters.
-        kinds: Which paths to use; see `check_fused`.
-
-    Returns:
-        The reports, and how to undo it.
-
-    Raises:
-        ArgumentTypeError: Not a module, or a sample that is no floating tensor.
-        OptionError: Another kind.
-
-    Example:
-        >>> norm = torch.nn.RMSNorm(8, eps=1e-5)
-        >>> patch = patch_fused(torch.nn.Sequential(norm, torch.nn.Linear(8, 8)))
-        >>> patch.patched
-        ('0',)
-        >>> patch.undo()
-        ()
-    """
-    _expect_module("patch_fused", "model", model)
-    chosen = tuple(kinds)
-    patch = FusedPatch({})
-    for name, module in model.named_modules():
-        report = check_fused(module, sample, kinds=chosen)
-        if report.kind:
-            patch.reports[name] = report
-        if report.forward is not None:
-            module.__dict__["forward"] = report.forward
-            patch._modules[name] = module
-    return patch
+    expect_place("check_fused", module, sample)
+    return checked(module, sample, tuple(choice("kinds", kind, KINDS) for kind in kinds), None, {})

@@ -203,7 +203,7 @@ class SavedPlan:
 def _normal(name: str, value: Any) -> Any:
     """Return an option's value as a plan states it."""
     checked = getattr(WrapOptions.from_kwargs(**{name: value}), name)
-    return False if name == "kernels" and checked is None else checked
+    return False if name in ("kernels", "fused_lora") and checked is None else checked
 
 
 def _first_difference(saved: list[list[str]], now: list[list[str]]) -> str:

@@ -22,7 +22,8 @@ NOW = {
     "recompute": ["auto", False, True, 0.0, 0.5, [], [0]],
     "attention": ["auto", "cudnn", "efficient", "flash", "math", None],
     "outliers": [0, False, None, "auto", True, 0.1],
-    "nvfp4_backward": [False],
+    "nvfp4_backward": [False, True],
+    "fp8_backward": [False, True],
     "kernels": ["auto", True, False, None],
     "fused_lora": ["auto", True, False, None],
     "keep_precise": [0, False, None, 0.05, 0.5, True, "auto"],
@@ -68,7 +69,6 @@ NOW = {
     "lossless": ["auto", False],
 }
 LATER = {
-    "nvfp4_backward": [True],
     "moe_paging": [True],
     "peer": ["2GiB"],
     "distributed": [True],
@@ -89,6 +89,7 @@ WRONG = {
     "attention": ["fa3", False],
     "outliers": [0.2, -0.1, "some"],
     "nvfp4_backward": ["auto", 1],
+    "fp8_backward": ["auto", None],
     "kernels": ["on", 1],
     "fused_lora": ["on", 0],
     "keep_precise": [0.6, "some"],

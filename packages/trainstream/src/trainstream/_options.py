@@ -104,6 +104,7 @@ class WrapOptions:
     attention: str | None = "auto"
     outliers: Any = 0
     nvfp4_backward: bool = False
+    fp8_backward: bool = False
     kernels: str | bool | None = "auto"
     fused_lora: str | bool | None = "auto"
     keep_precise: Any = 0
@@ -176,10 +177,10 @@ class WrapOptions:
             value = options.choice(name, getattr(self, name), accepted)
             if off is not None:
                 options.not_yet(name, value, off)
-        for name in ("nvfp4_backward", "moe_paging", "guard_params", "check_memory", "profile", "verbose"):
+        switches = ("nvfp4_backward", "fp8_backward", "moe_paging", "guard_params", "check_memory", "profile")
+        for name in (*switches, "verbose"):
             options.boolean(name, getattr(self, name))
-        for name in ("nvfp4_backward", "moe_paging"):
-            options.not_yet(name, getattr(self, name), (False,))
+        options.not_yet("moe_paging", self.moe_paging, (False,))
 
     def _check_numbers(self) -> None:
         options.integer("quant_block_size", self.quant_block_size, minimum=2, multiple_of=2)
@@ -294,8 +295,6 @@ class WrapOptions:
             lines.append("param_offload, activation_offload, recompute: by measurement of the first steps")
         if self.offload == "auto" and not settles:
             lines.append("offload=auto: no optimizer state is on the host of a GPU: nothing to take over")
-        if self.outliers:
-            lines.append(f"outliers={self.outliers:g} ignored: it applies to nvfp4 on tensor cores only")
         if self.vram_budget is not None and on_cpu:
             lines.append("vram_budget ignored: the model computes on the CPU")
         if self.prefer == "speed":

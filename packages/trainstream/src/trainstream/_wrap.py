@@ -24,6 +24,7 @@ from trainstream._decide import Decided, decide, make_plan, moment_formats
 from trainstream._device import answer_with
 from trainstream._inventory import Inventory
 from trainstream._kernels import Kernels
+from trainstream._matmul import Products
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers, asked, start_paging
 from trainstream._places import Places, beside, stand_in
@@ -113,6 +114,8 @@ def wrap(
         tiers.renamed(staged.replaced)
         paged = {id(p): p for p in (staged.replaced.get(key, p) for key, p in paged.items())}
         undo = commit(model, adopted, staged)
+        products = Products(model, device, checked)
+        undo.append(products.undo)
         kernels = Kernels(model, blocks, device, checked)
         undo.append(kernels.undo)
         groups = block_map(model, checked.blocks)
@@ -154,7 +157,7 @@ def wrap(
         if tuner is not None:
             tuner.nothing_settled()
     plan = make_plan(inventory, groups, model, device, decided, adopted, want, pager, bounds, checked)
-    plan = kernels.in_plan(plan)
+    plan = products.in_plan(kernels.in_plan(plan))
     session = Session(model, adopted, checked, groups, plan, pager, tiers, tuner)
     session.kernels = kernels
     session.placement = placement
@@ -176,6 +179,7 @@ def wrap(
     for line in [*decided.why, *checked.notes(**told)]:
         session.decide(line)
     kernels.adopt(session)
+    products.adopt(session)
     model.__dict__["_trainstream_session"] = session
     if pager is not None:
         stand_in(model, "zero_grad", zero_grad)

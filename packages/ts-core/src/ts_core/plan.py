@@ -65,6 +65,9 @@ class Numerics:
         error_rank: Rank of the fit of the quantization error that adapters start from.
         error_iters: How often it was made anew.
         double_quant: Whether scales are quantized too, where the codec can.
+        outliers: nvfp4 on tensor cores: share of the input channels that stay in bf16.
+        fp8_backward: fp8 on tensor cores: input gradients from packed operands.
+        nvfp4_backward: The same for nvfp4.
     """
 
     quantize: str = "none"
@@ -77,6 +80,9 @@ class Numerics:
     error_rank: int = 0
     error_iters: int = 1
     double_quant: bool = False
+    outliers: float = 0.0
+    fp8_backward: bool = False
+    nvfp4_backward: bool = False
 
 
 @dataclasses.dataclass(frozen=True)

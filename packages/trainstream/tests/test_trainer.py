@@ -1,4 +1,5 @@
 import copy
+import json
 import math
 
 import pytest
@@ -370,6 +371,30 @@ def test_old_checkpoints_go_and_the_best_one_stays(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4"]
 
 
+def test_a_best_checkpoint_that_was_saved_before_its_evaluation_is_named(tmp_path):
+    settings = {
+        "max_steps": 4,
+        "save_strategy": "steps",
+        "save_steps": 1,
+        "eval_strategy": "epoch",  # after the step that ends an epoch was saved
+        "metric_for_best_model": "score",
+        "greater_is_better": True,
+    }
+    scores = iter([3.0, 1.0])
+    trainer = TrainStreamTrainer(
+        model=build(),
+        args=arguments(tmp_path, **settings),
+        train_dataset=random_rows(2),
+        eval_dataset=random_rows(2),
+        compute_metrics=lambda prediction: {"score": next(scores)},
+    )
+    trainer.train()
+    assert trainer.state.best_model_checkpoint == str(tmp_path / "checkpoint-2")
+    for step, best in ((2, None), (3, str(tmp_path / "checkpoint-2")), (4, str(tmp_path / "checkpoint-2"))):
+        saved = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
+        assert saved["best_model_checkpoint"] == best
+
+
 def test_save_total_limit_keeps_the_newest(tmp_path):
     settings = {"max_steps": 6, "save_strategy": "steps", "save_steps": 2, "save_total_limit": 2}
     TrainStreamTrainer(
@@ -501,9 +526,28 @@ def test_options_that_cannot_be_carried_out_are_refused(tmp_path, options, says)
         TrainStreamTrainer(model=build(), args=arguments(tmp_path), trainstream=options)
 
 
-def test_an_optimizer_that_is_no_adamw_is_refused(tmp_path):
-    with pytest.raises(OptionError, match="optim='sgd'"):
-        TrainStreamTrainer(model=build(), args=arguments(tmp_path, optim="sgd"))
+@pytest.mark.parametrize("name", ["sgd", "adafactor", "rmsprop"])
+@pytest.mark.parametrize("options", [{}, {"param_offload": True, "recompute": True}])
+def test_other_optimizers_are_kept_as_they_are(tmp_path, name, options):
+    rows = random_rows(6)
+    made = []
+    for cls, extra in (
+        (Trainer, {}),
+        (TrainStreamTrainer, {"trainstream": {"chunked_loss": False, **options}}),
+    ):
+        args = arguments(tmp_path, optim=name, max_steps=3, gradient_accumulation_steps=2)
+        made.append(cls(model=build(), args=args, train_dataset=rows, **extra))
+        made[-1].train()
+    stock, ours = made
+    assert type(ours.optimizer.optimizer) is type(stock.optimizer.optimizer)
+    for (key, p), q in zip(ours.model.named_parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6, msg=key)
+
+
+@pytest.mark.parametrize("name", ["lomo", "galore_adamw_layerwise"])
+def test_an_optimizer_that_updates_in_backward_is_refused(tmp_path, name):
+    with pytest.raises(OptionError, match=f"optim='{name}'"):
+        TrainStreamTrainer(model=build(), args=arguments(tmp_path, optim=name))
 
 
 def test_it_works_as_a_mixin(tmp_path):

@@ -24,7 +24,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
-from transformers.trainer_utils import get_last_checkpoint
+from transformers.trainer_utils import SaveStrategy, get_last_checkpoint
 
 import trainstream as ts
 from trainstream._folders import replace_folder, sweep
@@ -70,6 +70,7 @@ _FROM_ARGUMENTS = {
     "optimizer": "optim",
 }
 _ADAMW = ("adamw_torch", "adamw_torch_fused")
+_UPDATES_IN_BACKWARD = ("layerwise", "lomo")
 _CHUNK_SIZE = 1024
 _EVALUATE_IN_PIECES = (
     "Predictions of the whole evaluation set add up in RAM: set eval_accumulation_steps, "
@@ -142,7 +143,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
 
     Raises:
         OptionError: An unknown option, one that is not available yet, one that `TrainingArguments` states, or
-            an `optim` that is not AdamW.
+            an `optim` that updates during backward.
 
     Example:
         >>> trainer = TrainStreamTrainer(  # doctest: +SKIP
@@ -196,11 +197,14 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
 
     def _check_optim(self) -> None:
         name = str(getattr(self.args.optim, "value", self.args.optim))
-        if self.optimizer is None and self.optimizer_cls_and_kwargs is None and name not in _ADAMW:
+        own = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        if not own and any(part in name for part in _UPDATES_IN_BACKWARD):
             raise OptionError(
-                f"option optim={name!r} is not available with TrainStreamTrainer; use {' or '.join(_ADAMW)}, "
-                "or pass your own optimizer: optimizers=(optimizer, None)"
+                f"option optim={name!r} is not available with TrainStreamTrainer: it updates weights during "
+                f"backward, behind the pager; use {' or '.join(_ADAMW)}, or another one that updates in step()"
             )
+        if not own and name not in _ADAMW:
+            LOGGER.info("optim=%s is kept as it is: only AdamW's state is offloaded", name)
 
     def _decide_chunked(self) -> bool:
         if self._chunked_asked is False or (self._foreign_loss() and not self._chunked_asked):
@@ -441,10 +445,11 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         return self._staging or super()._get_output_dir(trial)
 
     def _correct_paths(self, saved: Path, run: Path) -> None:
-        """The best checkpoint may be this one: name it by where it will be."""
-        best = self.state.best_model_checkpoint
-        if best is not None and Path(best).parent == saved.parent:
-            self.state.best_model_checkpoint = str(run / Path(best).name)
+        """Name the best checkpoint, this or an earlier one, by its place: Trainer looked beside this one."""
+        name = f"checkpoint-{self.state.best_global_step}"
+        known = self.args.save_strategy != SaveStrategy.NO and self.state.best_global_step
+        if known and (saved.name == name or (run / name).exists()):
+            self.state.best_model_checkpoint = str(run / name)
             self.state.save_to_json(str(saved / "trainer_state.json"))
 
     def _rotate(self, run: Path) -> None:

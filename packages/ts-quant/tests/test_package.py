@@ -18,7 +18,7 @@ import ts_quant
 from ts_core import registry, runtime
 from ts_core.testing import make_tensor
 from ts_quant import _C
-from ts_quant.codecs import INT8_CODEC, NF4_CODEC
+from ts_quant.codecs import INT8_CODEC, NF4_CODEC, encoding_names
 
 EXAMPLE = Path(__file__).parents[1] / "examples" / "quantize_file.py"
 
@@ -89,14 +89,31 @@ def test_documentation_examples(name):
     assert result.failed == 0
 
 
-def test_example_runs(tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize(
+    "options",
+    [["--codec", name] for name in (*encoding_names(), "fp8")]
+    + [["--codec", "nf4", "--double-quant"], ["--codec", "int8", "--double-quant", "--block-size", "32"]],
+    ids=" ".join,
+)
+def test_example_runs(options, tmp_path, capsys, monkeypatch):
+    """What it writes is read back by it; names beside the packed ones and the file's metadata are kept."""
+    from safetensors import safe_open
     from safetensors.torch import save_file
 
     source, target = tmp_path / "in.safetensors", tmp_path / "out.safetensors"
-    save_file({"a.weight": make_tensor((64, 128), dtype=torch.bfloat16), "a.bias": torch.ones(64)}, source)
-    monkeypatch.setattr(sys, "argv", ["quantize_file.py", str(source), str(target), "--json"])
-    runpy.run_path(str(EXAMPLE), run_name="__main__")
-    report = json.loads(capsys.readouterr().out)
+    weight = make_tensor((128, 256), dtype=torch.bfloat16)
+    save_file({"a.weight": weight, "a.bias": torch.ones(128)}, source, {"format": "pt"})
+    for more in (["--json"], []):
+        monkeypatch.setattr(sys, "argv", ["quantize_file.py", str(source), str(target), *options, *more])
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
+    first, *others = capsys.readouterr().out.splitlines()
+    report = json.loads(first)
     assert report["tensors"] == 1
-    assert 0.05 < report["relative_error"] < 0.15
+    four_bit = options[1] in ("nf4", "nvfp4")
+    assert (0.05 if four_bit else 0.003) < report["relative_error"] < (0.15 if four_bit else 0.04)
+    assert report["bytes_after"] < (0.35 if four_bit else 0.6) * report["bytes_before"]
     assert target.stat().st_size < source.stat().st_size
+    assert others[-1].startswith("1 tensors packed, ")
+    with safe_open(target, "pt") as file:
+        assert file.metadata()["format"] == "pt"
+        assert torch.equal(file.get_tensor("a.bias"), torch.ones(128))

@@ -10,7 +10,7 @@ import torch
 from ts_core import registry
 from ts_core.hardware import register_rates
 
-from .base import Packed, PackedCodec, Part, check_parts, decode, parts_of
+from .base import Packed, PackedCodec, Part, check_parts, decode, encoding_names, parts_of
 from .blockwise import BlockCodec
 from .bnb import BNB_FP4_CODEC, BNB_INT8_CODEC
 from .fp8 import FP8_BLOCK_CODEC, FP8_ROW_CODEC, MXFP8_CODEC, fp8_choice
@@ -46,6 +46,7 @@ __all__ = [
     "Part",
     "check_parts",
     "decode",
+    "encoding_names",
     "fp8_choice",
     "parts_of",
     "resolve",

@@ -15,7 +15,7 @@ from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError, messag
 from .._ops import FLOATS
 from .meta import Meta
 
-__all__ = ["Packed", "PackedCodec", "Part", "check_parts", "decode", "parts_of"]
+__all__ = ["Packed", "PackedCodec", "Part", "check_parts", "decode", "encoding_names", "parts_of"]
 
 Packed = dict[str, torch.Tensor]
 
@@ -136,8 +136,7 @@ class PackedCodec:
         """
         raise OptionError(
             f"[quantize] codec {self.name!r}: it decodes weights that were published in this format and "
-            f"makes none; {name!r} can be packed as one of "
-            + ", ".join(repr(other) for other in registry.codecs() if _encodes(other))
+            f"makes none; {name!r} can be packed as one of " + ", ".join(map(repr, encoding_names()))
         )
 
     def decode(
@@ -235,8 +234,9 @@ class PackedCodec:
         )
 
 
-def _encodes(name: str) -> bool:
-    return bool(getattr(registry.codec(name), "encodes", True))
+def encoding_names() -> list[str]:
+    """List the registered codecs that pack; the others only decode what was published in their format."""
+    return [name for name in registry.codecs() if getattr(registry.codec(name), "encodes", True)]
 
 
 def parts_of(codec: str, shape: Sequence[int], meta: Meta | int) -> dict[str, Part] | None:

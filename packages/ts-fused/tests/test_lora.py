@@ -145,6 +145,32 @@ def test_a_packed_base_equals_its_decoded_matrix(device, dtype, adapters):
         assert_bit_equal(a, b)
 
 
+class OwnGradient(RowInt8):
+    """A packed weight that computes the input gradient itself."""
+
+    def input_gradient(self, grad):
+        return 2 * grad @ self.dequantize(grad.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(inner, context, outer_size, outer_stride):
+        return OwnGradient(inner["codes"], inner["scale"], context)
+
+
+@pytest.mark.parametrize("projections", [1, 2])
+def test_a_packed_base_may_compute_the_input_gradient_itself(projections):
+    x = tensor(3, 64).requires_grad_()
+    bases = [make(48, 64, [4], seed=i) for i in range(projections)]
+    grads = []
+    for kind in (OwnGradient, RowInt8):
+        held = [torch.nn.Parameter(RowInt8.of(base.weight), requires_grad=False) for base in bases]
+        weights = [kind(w.codes, w.scale, w.dtype) for w in held]
+        group = [LoraProjection(w, base.adapters) for w, base in zip(weights, bases, strict=True)]
+        outs = lora_linears(x, group)
+        grads.append(torch.autograd.grad(sum(out.sum() for out in outs), x)[0])
+    base_only = sum(torch.ones(3, 48) @ w.dequantize() for w in weights)
+    torch.testing.assert_close(grads[0], grads[1] + base_only, rtol=1e-5, atol=1e-4)
+
+
 def test_a_matrix_packed_by_ts_quant():
     quant = pytest.importorskip("ts_quant", exc_type=ImportError)
     for dtype in (torch.float32, torch.bfloat16):

@@ -107,6 +107,13 @@ def _plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.to(dtype)
 
 
+def _packed_gradient(weight: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Compute `grad @ weight` from packed operands, if the weight was told to; None: decode it."""
+    made = getattr(weight, "input_gradient", None)
+    found: Tensor | None = None if made is None or grad.dtype != dtype else made(grad)
+    return found
+
+
 def _stacked(pieces: list[_Pieces], dtype: torch.dtype) -> Tensor | None:
     """All A under one another: the input is read once for all of them."""
     every = [a.to(dtype) for piece in pieces for a, _ in piece.factors]
@@ -207,6 +214,10 @@ def _gradient_of_x(
     total: Tensor | None = None
     for piece, grad in zip(pieces, flat, strict=True):
         if grad is None:
+            continue
+        packed = _packed_gradient(piece.weight, grad, x.dtype)
+        if packed is not None:
+            total = packed if total is None else total.add_(packed)
             continue
         weight = _plain(piece.weight, x.dtype)
         total = grad @ weight if total is None else total.addmm_(grad, weight)

@@ -77,6 +77,26 @@ def test_linear_is_the_product_of_quantized_input_and_weight(codec, with_bias, r
     assert_close(got, want, magnitudes, 2.0**-20 + rounds)
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("codec", CODECS)
+def test_inputs_are_quantized_as_the_formats_define(codec, device):
+    x = make_tensor((36, 1536), dtype=BF16, device=device)
+    x[3], x[5, :256] = 0, 0
+    operand = PRODUCTS[codec].activation(x)
+    rows = operand.codes.view(torch.uint8).reshape(-1)
+    if codec == "nvfp4":
+        codes, scale, whole = reference.quantize_nvfp4(x.cpu())
+        assert_bit_equal(operand.whole, whole)
+    else:
+        tiles, layout = (x, LAYOUT[codec]) if codec in LAYOUT else (x.reshape(-1, 128), "row")
+        codes, scale = reference.quantize_fp8(tiles.cpu(), layout)
+    assert_bit_equal(rows, codes)
+    scales = operand.scale
+    if codec in ("nvfp4", "mxfp8"):
+        scales = plain_scales(scales.view(torch.uint8), 36, scale.numel() // 36)
+    assert_bit_equal(scales.reshape(-1), scale)
+
+
 def test_the_product_of_rows_is_pytorchs_own():
     """The same operands through PyTorch's operation on the CPU, which knows this layout."""
     x, weight = make_tensor((33, 64), dtype=BF16), weight_of("fp8_row", (48, 64))

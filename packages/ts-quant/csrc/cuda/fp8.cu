@@ -39,10 +39,11 @@ __device__ __forceinline__ uint2 encode8(const float* v, Factor f, bool e8m0) {
   return e4m3_codes(scaled);
 }
 
-// Tiles of 32 columns, columns a multiple of 32: eight elements a thread, four threads a tile.
-template <typename T>
-__global__ void encode_mx_kernel(const T* __restrict__ x, uint8_t* __restrict__ codes,
-                                 uint8_t* __restrict__ scales, int64_t groups) {
+// Tiles of one row and 8 * kLanes columns, columns a multiple of that: eight elements a thread,
+// kLanes threads a tile. kLanes is a power of two, 32 at most.
+template <typename T, int kLanes, bool kE8m0>
+__global__ void encode_lanes_kernel(const T* __restrict__ x, uint8_t* __restrict__ codes,
+                                    void* __restrict__ scales, int64_t groups) {
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   const int64_t rounds = (groups + step - 1) / step;  // all 32 lanes go round
   int64_t group = int64_t{blockIdx.x} * blockDim.x + threadIdx.x;
@@ -52,11 +53,12 @@ __global__ void encode_mx_kernel(const T* __restrict__ x, uint8_t* __restrict__ 
     uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) largest = max(largest, magnitude_bits(v[i]));
-    largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 1));
-    largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, 2));
+#pragma unroll
+    for (int apart = 1; apart < kLanes; apart *= 2)
+      largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, apart));
     if (group >= groups) continue;
-    const Factor f = store_scale(largest, scales, group / 4, true, group % 4 == 0);
-    *reinterpret_cast<uint2*>(codes + group * 8) = encode8(v, f, true);
+    const Factor f = store_scale(largest, scales, group / kLanes, kE8m0, group % kLanes == 0);
+    *reinterpret_cast<uint2*>(codes + group * 8) = encode8(v, f, kE8m0);
   }
 }
 
@@ -184,9 +186,13 @@ void launch_quantize_fp8(const void* data, DType dtype, uint8_t* codes, void* sc
     using T = std::remove_pointer_t<decltype(type)>;
     const T* x = static_cast<const T*>(data);
     const bool wide = m.columns % 8 == 0 && aligned(x, 16) && aligned(codes, 8);
+    const unsigned grid = grid_for(n, 8 * kThreads);
     if (wide && m.e8m0 && m.columns % 32 == 0) {
-      encode_mx_kernel<<<grid_for(n, 8 * kThreads), kThreads, 0, stream>>>(
-          x, codes, static_cast<uint8_t*>(scales), n / 8);
+      encode_lanes_kernel<T, 4, true><<<grid, kThreads, 0, stream>>>(x, codes, scales, n / 8);
+      return;
+    }
+    if (wide && !m.e8m0 && m.tile_rows == 1 && m.columns == 128) {
+      encode_lanes_kernel<T, 16, false><<<grid, kThreads, 0, stream>>>(x, codes, scales, n / 8);
       return;
     }
     const int threads = m.e8m0 ? 32 : kThreads;

@@ -91,35 +91,46 @@ def multiplies(codec: str, device: torch.device) -> bool:
         >>> multiplies("fp8_row", torch.device("cpu"))
         False
     """
-    product = PRODUCTS.get(codec)
-    if product is None or device.type != "cuda" or torch.version.hip is not None:
-        return False
-    properties = torch.cuda.get_device_properties(device)
-    if not product.on(properties.major, properties.minor, _cuda_version()):
+    if device.type != "cuda" or codec not in PRODUCTS:
         return False
     if torch.compiler.is_compiling():
-        return True
+        return _should(codec, device)
     return not why_not(codec, device)
 
 
 def why_not(codec: str, device: torch.device) -> str:
-    """Try a product once on a GPU that should compute it; return what was wrong, or an empty string."""
+    """Say why a GPU does not multiply the operands of a codec; a product is tried out at the first call.
+
+    Args:
+        codec: One of those that have products.
+        device: A GPU.
+
+    Returns:
+        The reason, or an empty string.
+    """
     index = torch.cuda.current_device() if device.index is None else device.index
     key = codec, index
     if key not in _found:
-        if torch.cuda.is_current_stream_capturing():
+        if not _should(codec, device):
+            _found[key] = "it has no tensor cores for this format"
+        elif torch.cuda.is_current_stream_capturing():
             return ""  # nothing can be looked at now
-        from .verify import try_product
+        else:
+            from .verify import try_product
 
-        _found[key] = try_product(codec, torch.device("cuda", index))
-        if _found[key]:
-            _LOG.warning("%s on %s is decoded before it is multiplied: %s", codec, device, _found[key])
+            _found[key] = try_product(codec, torch.device("cuda", index))
+            if _found[key]:
+                _LOG.warning("%s on %s is decoded before it is multiplied: %s", codec, device, _found[key])
     return _found[key]
 
 
-def _cuda_version() -> tuple[int, int]:
+def _should(codec: str, device: torch.device) -> bool:
+    """Whether compute capability and CUDA version promise it."""
+    if torch.version.hip is not None:
+        return False
+    properties = torch.cuda.get_device_properties(device)
     major, minor = (torch.version.cuda or "0.0").split(".")[:2]
-    return int(major), int(minor)
+    return PRODUCTS[codec].on(properties.major, properties.minor, (int(major), int(minor)))
 
 
 def how(

@@ -177,6 +177,7 @@ class Places:
             StorageError: A file could not be written; what has moved by then streams, the rest is where it
                 was, and everything can be used.
         """
+        session.settle_save()  # its thread reads the weights where they are
         where = tiers or {}
         leaving = [i for i in chosen if i not in self.paged or i in self.settled or i in where]
         synchronize = getattr(session.optimizer, "synchronize", None)

@@ -10,6 +10,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
     from trainstream._rebudget import Size
     from trainstream._relief import Relief
     from trainstream._tuner import Tuner
+    from ts_hf.background import BackgroundSave
     from ts_optim.placement import PlacePolicy
     from ts_paging.pager import WeightPager
 
@@ -68,6 +70,7 @@ class Session:
         relief: Makes room where memory is short.
         kernels: Which modules run fused paths.
         watch: Looks at memory once a step and at every input.
+        saving: The latest save in the background, perhaps under way, or None.
         undo: What `unwrap()` calls beside taking back what it knows of.
         recorders: The event files that are written.
         tracer: Records some steps for a timeline, if that was asked for.
@@ -113,6 +116,7 @@ class Session:
         self.relief: Relief
         self.kernels: Kernels | None = None
         self._snapshot: Snapshot | None = None
+        self.saving: BackgroundSave | None = None
         self.watch = Watch(self)
 
     def adopt(self, places: Places) -> None:
@@ -193,7 +197,69 @@ class Session:
         """
         from trainstream._rebudget import set_budget  # here: it needs this module
 
+        self.settle_save()
         set_budget(self, vram, ram, disk)
+
+    def save(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        background: bool = False,
+        copy_bytes: int | str | None = None,
+    ) -> BackgroundSave:
+        """Save the weights (or adapters) and the optimizer's state as they are now, between two steps.
+
+        The folder gets its name when everything is in it and on the disk; one that is there already stays
+        whole until then. In the background training goes on meanwhile: the next step copies what it changes
+        and what is not written yet, up to `copy_bytes`, and waits for the rest. One save at a time: another
+        one, `unwrap()`, and blocks that leave for another tier wait for it. What goes wrong is raised by the
+        next step or save, by `wait()` of what is returned, and logged at the end of the process.
+
+        Args:
+            folder: Made, or replaced: ``model.safetensors`` (or shards), or PEFT's adapter files, and
+                ``optimizer.safetensors`` for `load_optimizer`.
+            background: Return at once.
+            copy_bytes: Bound of the copies, such as "2GiB"; None: 1 GiB or a tenth of the free RAM if less,
+                and nothing under a RAM budget.
+
+        Returns:
+            The save: ``wait()``, ``done``, ``copied_bytes``, ``waited_s``.
+
+        Raises:
+            OSError: It cannot be written.
+
+        Example:
+            >>> saving = session.save("run/step-100", background=True)  # doctest: +SKIP
+            >>> saving.wait()  # doctest: +SKIP
+        """
+        from trainstream._saves import save  # here: ts_hf need not be imported before
+
+        return save(self, folder, background, copy_bytes)
+
+    def load_optimizer(self, folder: str | os.PathLike[str]) -> None:
+        """Take over the optimizer's state that `save` wrote.
+
+        Args:
+            folder: As for `save`.
+
+        Raises:
+            CheckpointError: The file is missing, damaged, or of other parameters.
+        """
+        from trainstream._saves import read_optimizer  # as in save()
+
+        if self.optimizer is not None:
+            self.optimizer.load_state_dict(read_optimizer(Path(folder)))
+
+    def settle_save(self) -> None:
+        """Wait for a save under way in the background; what went wrong with it is raised."""
+        saving, self.saving = self.saving, None
+        if saving is not None:
+            saving.wait()
+
+    def copy_bytes(self) -> int | None:
+        """What a save in the background may copy: nothing where RAM has a budget."""
+        limits = self.relief.places.limits
+        return 0 if self.plan.device == "cpu" and limits.cap is not None else None
 
     def snapshot(self) -> None:
         """Keep what training changes, to come back to it with `rollback`; the one kept before is given up.
@@ -223,6 +289,7 @@ class Session:
         Example:
             >>> session.rollback()  # doctest: +SKIP
         """
+        self.settle_save()
         self.events.add(rolled_back(self, self._snapshot))
 
     def decide(self, line: str) -> None:
@@ -280,6 +347,7 @@ class Session:
         synchronize = getattr(self.optimizer, "synchronize", None)
         if synchronize is not None:
             synchronize()
+        self.settle_save()
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()

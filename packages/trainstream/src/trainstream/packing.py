@@ -1,5 +1,6 @@
 """Packing of documents into full rows; the code is in ts-hf."""
 
+from ts_hf.isolation import isolate_documents
 from ts_hf.packing import (
     PackedCollator,
     best_fit,
@@ -15,5 +16,6 @@ __all__ = [
     "check_isolation",
     "document_ids",
     "flatten_rows",
+    "isolate_documents",
     "pack_sequences",
 ]

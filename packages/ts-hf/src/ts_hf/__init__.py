@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .adapters import merge_adapters
+    from .background import save_in_background
     from .checkpoint import Checkpoint, resolve
     from .gguf import fetch_smollm2, load_gguf, save_as_safetensors, smollm2_path
+    from .isolation import isolate_documents
     from .kv_cache import BlockCache
     from .loading import load_model, load_tokenizer
     from .losses import backbone, causal_lm_loss_for, count_items
@@ -34,6 +36,7 @@ _HOME = {
     "causal_lm_loss_for": "losses",
     "count_items": "losses",
     "fetch_smollm2": "gguf",
+    "isolate_documents": "isolation",
     "load_gguf": "gguf",
     "load_model": "loading",
     "load_tokenizer": "loading",
@@ -42,6 +45,7 @@ _HOME = {
     "reference_logprobs": "preference",
     "resolve": "checkpoint",
     "save_as_safetensors": "gguf",
+    "save_in_background": "background",
     "save_model": "saving",
     "save_safetensors": "saving",
     "sequence_logprobs_for": "preference",
@@ -60,6 +64,7 @@ __all__ = [
     "causal_lm_loss_for",
     "count_items",
     "fetch_smollm2",
+    "isolate_documents",
     "load_gguf",
     "load_model",
     "load_tokenizer",
@@ -68,6 +73,7 @@ __all__ = [
     "reference_logprobs",
     "resolve",
     "save_as_safetensors",
+    "save_in_background",
     "save_model",
     "save_safetensors",
     "sequence_logprobs_for",

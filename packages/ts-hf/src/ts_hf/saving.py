@@ -12,7 +12,7 @@ import contextlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -31,6 +31,8 @@ from .safetensors_reader import MAX_HEADER_BYTES, STORED_NAMES
 __all__ = ["save_model", "save_safetensors"]
 
 MAX_SHARD_SIZE = "5GB"
+#: What transformers writes into the header of a model.
+METADATA = {"format": "pt"}
 # The reference implementation's order of dtypes, from the last in a file to the first.
 _ORDER = (
     *("BOOL", "U8", "I8", "F8_E5M2", "F8_E4M3", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"),
@@ -75,9 +77,25 @@ def save_safetensors(
         >>> safetensors.torch.load_file(path)
         {'w': tensor([0., 1., 2.])}
     """
-    final = Path(path)
+    plain = plain_tensors(tensors)
+    return write_file(plain, path, metadata, lambda name: contextlib.nullcontext(plain[name]))
+
+
+def plain_tensors(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return tensors without graph and guard, checked: what `write_file` writes."""
     plain = {name: _plain(name, tensor) for name, tensor in tensors.items()}
     _refuse_shared(plain)
+    return plain
+
+
+def write_file(
+    plain: Mapping[str, torch.Tensor],
+    path: str | os.PathLike[str],
+    metadata: Mapping[str, str] | None,
+    claim: Callable[[str], contextlib.AbstractContextManager[torch.Tensor]],
+) -> int:
+    """Write what `plain_tensors` returned; `claim` gives the values of one while they are written."""
+    final = Path(path)
     order = sorted(plain, key=lambda name: (-_RANK[STORED_NAMES[plain[name].dtype]], name))
     header = _header(plain, order, metadata)
     working = final.with_name(f".{final.name}.{os.getpid()}.tmp")
@@ -86,7 +104,8 @@ def save_safetensors(
             file.write(len(header).to_bytes(8, "little"))
             file.write(header)
             for name in order:
-                write_tensor(file, plain[name])
+                with claim(name) as tensor:
+                    write_tensor(file, tensor)
             size = file.tell()
         working.replace(final)
     except BaseException:
@@ -230,6 +249,21 @@ def save_model(
         >>> save_model(model, "path/to/folder")  # doctest: +SKIP
         [PosixPath('path/to/folder/model.safetensors')]
     """
+    written = []
+    for path, tensors in model_files(model, folder, state_dict=state_dict, max_shard_size=max_shard_size):
+        save_safetensors(tensors, path, METADATA)
+        written.append(path)
+    return written
+
+
+def model_files(
+    model: Any,
+    folder: str | os.PathLike[str],
+    *,
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+    max_shard_size: int | str = MAX_SHARD_SIZE,
+) -> list[tuple[Path, dict[str, torch.Tensor]]]:
+    """Write what `save_model` writes beside the weights, and return which weights make which file."""
     if not isinstance(model, import_transformers().PreTrainedModel):
         raise ArgumentTypeError(message("save_model", "model", "a transformers model", type(model).__name__))
     limit = parse_bytes(max_shard_size, name="max_shard_size")
@@ -253,9 +287,9 @@ def save_model(
         }
         text = json.dumps(index, indent=2, sort_keys=True) + "\n"
         (place / INDEX_NAME).write_text(text, encoding="utf-8")
-    for name, shard in zip(names, shards, strict=True):
-        save_safetensors({key: state[key] for key in shard}, place / name, {"format": "pt"})
-    return [place / name for name in names]
+    return [
+        (place / name, {key: state[key] for key in shard}) for name, shard in zip(names, shards, strict=True)
+    ]
 
 
 def _save_configs(model: Any, folder: Path) -> None:

@@ -12,7 +12,8 @@ from transformers.data.data_collator import DefaultDataCollator, default_data_co
 
 from ts_core.errors import OptionError
 from ts_core.options import integer
-from ts_hf.packing import PackedCollator, check_isolation, flatten_rows
+from ts_hf.isolation import isolate_documents
+from ts_hf.packing import PackedCollator, flatten_rows
 
 __all__ = ["RowPacking", "packing_option", "recompute_of"]
 
@@ -60,7 +61,7 @@ class RowPacking:
                 f"option packing: batches are made by {type(given).__name__} already; pass no data_collator, "
                 "or leave packing to it (SFTConfig(packing=True) with TRL's SFTTrainer)"
             )
-        check_isolation(trainer.model)
+        isolate_documents(trainer.model)
         tokenizer = trainer.processing_class
         pad = getattr(tokenizer, "pad_token_id", None)
         pad = getattr(trainer.model.config, "pad_token_id", None) if pad is None else pad

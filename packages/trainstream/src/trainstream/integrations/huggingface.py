@@ -30,6 +30,7 @@ import trainstream as ts
 from trainstream._folders import replace_folder, sweep
 from trainstream._options import WrapOptions
 from trainstream._session import session_of
+from trainstream.integrations._background import background_option, load_optimizer
 from trainstream.integrations._batches import RowPacking, packing_option, recompute_of
 from trainstream.integrations._clipping import clip_gradients_
 from trainstream.integrations._metrics import LogMetrics
@@ -139,6 +140,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             - `packing` (False): put the documents of a training batch into full rows, with attention kept
               inside each: True for rows as long as the longest of the batch, N for rows of N tokens. Examples
               hold `input_ids` and perhaps `labels`. Evaluation has one document a row.
+            - `save_in_background` (False): True or a bound of its copies, such as "2GiB": a thread writes the
+              checkpoints while training goes on, the optimizer's state as `optimizer.safetensors`.
         **kwargs: As `Trainer`.
 
     Raises:
@@ -165,6 +168,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             raise OptionError(f"option events: expected a path or None, given {type(events).__name__}")
         self._events_file: str | os.PathLike[str] | None = events
         packing = packing_option(options.pop("packing", False))
+        self._background = background_option(options.pop("save_in_background", False))
         for name in options.keys() & _FROM_ARGUMENTS.keys():
             raise OptionError(
                 f"option {name}: the Trainer takes it from TrainingArguments.{_FROM_ARGUMENTS[name]}"
@@ -177,6 +181,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         self._ram_guard = RamGuard("evaluate", _EVALUATE_IN_PIECES)
         super().__init__(*args, **kwargs)
         self._check_optim()
+        if self._background is not None:
+            self._background.check(self.args)
         if self.args.n_gpu > 1:
             LOGGER.warning("TrainStreamTrainer trains on one GPU; the other visible ones stay idle")
             self.args._n_gpu = 1
@@ -405,10 +411,27 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         if self._saved_plan is not None and self._chunked:
             asked = self._chunk_size_asked
             self._loss_chunk_size = self._saved_plan.chunk_size(asked, self._loss_chunk_size)
-        return super().train(resume_from_checkpoint, *args, **kwargs)
+        train = partial(super().train, resume_from_checkpoint, *args, **kwargs)
+        if self._background is None:
+            return train()
+        with self._background.waited_for(self):
+            return train()
+
+    def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
+        if self._background is not None:  # the best model is loaded, old checkpoints go
+            self._background.wait(self)
+        return super()._finalize_training(*args, **kwargs)
+
+    def _save_optimizer_and_scheduler(self, output_dir: str) -> None:
+        if self._background is not None and self._background.collecting:
+            self._background.add_optimizer(self, output_dir)
+        else:
+            super()._save_optimizer_and_scheduler(output_dir)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         """Load the optimizer's state out of a mapped file: RAM may have no room for it beside the state."""
+        if load_optimizer(self, checkpoint):
+            return
         config: Any = serialization.config
         with config.patch("load.mmap", True):
             super()._load_optimizer_and_scheduler(checkpoint)
@@ -425,19 +448,26 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             self._write_plan(Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}")
             return
         run = Path(self._get_output_dir(trial))
+        if self._background is not None:
+            write = partial(super()._save_checkpoint, model, trial)
+            self._background.save(self, run, write, partial(self._complete, run))
+            return
         staging = run / f".saving-{os.getpid()}-checkpoint"
         shutil.rmtree(staging, ignore_errors=True)
         self._staging = str(staging)
         try:
             super()._save_checkpoint(model, trial)
             for saved in staging.iterdir():
-                self._write_plan(saved)
-                self._correct_paths(saved, run)
+                self._complete(run, saved)
                 replace_folder(saved, run / saved.name)
         finally:
             self._staging = None
             shutil.rmtree(staging, ignore_errors=True)
-        self._rotate(run)
+        self._rotate(run, self.state.best_model_checkpoint)
+
+    def _complete(self, run: Path, saved: Path) -> None:
+        self._write_plan(saved)
+        self._correct_paths(saved, run)
 
     _staging: str | None = None
 
@@ -452,12 +482,11 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             self.state.best_model_checkpoint = str(run / name)
             self.state.save_to_json(str(saved / "trainer_state.json"))
 
-    def _rotate(self, run: Path) -> None:
+    def _rotate(self, run: Path, best: str | None) -> None:
         """Remove the oldest checkpoints beyond `save_total_limit`, never the best or the newest one."""
         limit = self.args.save_total_limit
         if limit is None or limit <= 0 or not self.args.should_save:
             return
-        best = self.state.best_model_checkpoint
         kept_best = Path(best).name if best else None
         found = sorted(
             (int(match[1]), path) for path in run.iterdir() if (match := _CHECKPOINT.match(path.name))
@@ -485,7 +514,9 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         super()._save(output_dir, state_dict)
 
     def _save_streaming(self, model: Any, folder: str, **_: Any) -> None:
-        if self.args.should_save:
+        if self._background is not None and self._background.collecting:
+            self._background.add_weights(model, folder)
+        elif self.args.should_save:
             save_model(model, folder)
 
 

@@ -1,0 +1,289 @@
+"""How fast load_model reads and quantizes a checkpoint, beside a plain read, and what RAM it takes.
+
+    python load_speed.py --smoke
+    python load_speed.py --shape 7b --folder /fast/disk --repeat 3 --threads 8
+    python load_speed.py --shape 1b --forms none nf4 --device cuda --out result.jsonl
+
+Writes a random bf16 checkpoint of a Llama shape (shards of 2 GB), then loads it in a fresh process for each
+form: none, int8, nf4, fp8 (RAM or, with --device cuda, the GPU) and disk_offload (the weights stay where they
+are on the disk). Before each load the same files are read front to back, 8 MiB at a time, and before each
+read and each load their pages are dropped from the system's cache (--warm leaves them).
+
+Fields: `load_gb_per_s` and `probe_gb_per_s`, bytes of the checkpoint per second; `share_of_probe`, their
+ratio; `final_bytes`, what the loaded model takes in RAM; `above_final_bytes`, the peak of anonymous and
+shared memory during the load less that before it and less the model; `allowed_bytes`, the largest tensor and
+a tenth of the model. Dropping pages asks the kernel and it may keep some (`cached_frac` of the files was
+still there), and a file system of a virtual machine has a cache of its own: judge the ratio.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import json
+import mmap
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+from measure import machine
+
+FORMS = ("none", "int8", "nf4", "fp8", "disk_offload")
+SHAPES = {
+    "tiny": (128, 352, 3, 4, 2, 512),
+    "0.5b": (1280, 3456, 22, 20, 4, 32000),
+    "1b": (2048, 5632, 22, 32, 4, 32000),
+    "7b": (4096, 11008, 32, 32, 32, 32000),
+}
+SHARD_BYTES = 2 << 30
+PIECE = 8 << 20
+
+
+def config_of(shape: str) -> Any:
+    """The Llama config of a shape."""
+    from transformers import LlamaConfig
+
+    hidden, inner, layers, heads, kv_heads, vocabulary = SHAPES[shape]
+    return LlamaConfig(
+        hidden_size=hidden,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        vocab_size=vocabulary,
+        tie_word_embeddings=False,
+        dtype="bfloat16",
+        architectures=["LlamaForCausalLM"],
+    )
+
+
+def write_checkpoint(folder: Path, shape: str) -> int:
+    """Write the checkpoint shard by shard; return the bytes of its files."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    from ts_hf import save_safetensors
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = config_of(shape)
+    config.save_pretrained(folder)
+    with torch.device("meta"):
+        shapes = {n: tuple(p.shape) for n, p in LlamaForCausalLM(config).named_parameters()}
+    pool = torch.randn(1 << 22, generator=torch.Generator().manual_seed(0)).mul_(0.02).bfloat16()
+    shards: list[list[str]] = [[]]
+    size = 0
+    for name, dims in shapes.items():
+        nbytes = 2 * torch.Size(dims).numel()
+        if size + nbytes > SHARD_BYTES and shards[-1]:
+            shards.append([])
+            size = 0
+        shards[-1].append(name)
+        size += nbytes
+    index: dict[str, str] = {}
+    total = 0
+    for number, names in enumerate(shards, 1):
+        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+        tensors = {name: _filled(pool, shapes[name]) for name in names}
+        total += save_safetensors(tensors, folder / file, {"format": "pt"})
+        index |= dict.fromkeys(names, file)
+        descriptor = os.open(folder / file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
+    text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
+    (folder / "model.safetensors.index.json").write_text(text)
+    return total
+
+
+def _filled(pool: Any, dims: tuple[int, ...]) -> Any:
+    """A tensor of pseudo-random values: the pool, again and again."""
+    import torch
+
+    count = torch.Size(dims).numel()
+    return pool.repeat(-(-count // pool.numel()))[:count].view(dims).clone()
+
+
+def files_of(folder: Path) -> list[Path]:
+    """The files with weights."""
+    return sorted(folder.glob("*.safetensors"))
+
+
+def drop_pages(paths: list[Path]) -> None:
+    """Ask the kernel to forget the pages of files."""
+    for path in paths:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        finally:
+            os.close(descriptor)
+
+
+def cached_frac(paths: list[Path]) -> float | None:
+    """The share of files whose pages are in the system's cache."""
+    mincore = getattr(ctypes.CDLL(None, use_errno=True), "mincore", None)
+    if mincore is None:
+        return None
+    resident = total = 0
+    for path in paths:
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, prot=mmap.PROT_READ) as m:
+            pages = -(-len(m) // mmap.PAGESIZE)
+            found = (ctypes.c_ubyte * pages)()
+            # A read-only map lends no buffer to ctypes; numpy takes its address.
+            import numpy
+
+            address = numpy.frombuffer(m, dtype=numpy.uint8).ctypes.data
+            if mincore(ctypes.c_void_p(address), ctypes.c_size_t(len(m)), found):
+                return None
+            resident += sum(value & 1 for value in found)
+            total += pages
+    return round(resident / max(total, 1), 3)
+
+
+def probe(paths: list[Path]) -> float:
+    """Read files front to back; return GB/s."""
+    buffer = bytearray(PIECE)
+    count = 0
+    start = time.perf_counter()
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while read := file.readinto(buffer):
+                count += read
+    return count / (time.perf_counter() - start) / 1e9
+
+
+def load_once(folder: Path, form: str, device: str, offload: str, threads: int, warm: bool) -> dict:
+    """Load in this process, which has just started; return what was measured."""
+    import torch
+
+    from ts_core.usage import PeakSampler, host_usage
+    from ts_hf import load_model
+
+    torch.set_num_threads(threads)
+    words: dict[str, Any] = {"quantize": None if form == "disk_offload" else form, "device": device}
+    if form == "none":
+        words["quantize"] = None
+    if form == "disk_offload":
+        words |= {"disk_offload": offload, "device": "cpu"}
+    from transformers.models.llama import modeling_llama  # noqa: F401  imports are not part of a load
+
+    if form not in ("none", "disk_offload"):
+        from ts_quant import quantize
+
+        quantize(torch.zeros(256, 256, device=device), form)  # nor is the start of kernels and threads
+    paths = files_of(folder)
+    if not warm:
+        drop_pages(paths)
+    cached = cached_frac(paths)
+    before = host_usage().used_bytes
+    with PeakSampler(interval_s=0.002) as sampler:
+        start = time.perf_counter()
+        model = load_model(str(folder), **words)
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        seconds = time.perf_counter() - start
+    receipt = model.trainstream_receipt
+    final = 0 if device.startswith("cuda") else receipt["bytes_after"] - receipt["file_bytes"]
+    largest = 2 * max(p.numel() for p in model.parameters())
+    return {
+        "seconds": round(seconds, 3),
+        "cached_frac": cached,
+        "final_bytes": final,
+        "share_packed": round(receipt["share_packed"], 4),
+        "above_final_bytes": sampler.peak_bytes - before - final,
+        "allowed_bytes": largest + final // 10,
+    }
+
+
+def run(arguments: argparse.Namespace, folder: Path, form: str, nbytes: int) -> dict:
+    """Probe and load, several times, each load in its own process."""
+    loads, probes = [], []
+    for _ in range(arguments.repeat):
+        paths = files_of(folder)
+        if not arguments.warm:
+            drop_pages(paths)
+        probes.append(probe(paths))
+        words = [sys.executable, __file__, "--child", form, "--checkpoint", str(folder)]
+        words += ["--device", arguments.device, "--threads", str(arguments.threads)]
+        done = subprocess.run(
+            [*words, *(["--warm"] if arguments.warm else [])], capture_output=True, text=True, check=False
+        )
+        if done.returncode:
+            raise SystemExit(f"{form}: {done.stderr[-2000:]}")
+        loads.append(json.loads(done.stdout.splitlines()[-1]))
+    rates = [nbytes / entry["seconds"] / 1e9 for entry in loads]
+    rate, plain = statistics.median(rates), statistics.median(probes)
+    return {
+        "benchmark": "load_speed",
+        "shape": arguments.shape,
+        "form": form,
+        "checkpoint_bytes": nbytes,
+        "load_gb_per_s": round(rate, 3),
+        "load_gb_per_s_all": [round(value, 3) for value in rates],
+        "probe_gb_per_s": round(plain, 3),
+        "probe_gb_per_s_all": [round(value, 3) for value in probes],
+        "share_of_probe": round(rate / plain, 3),
+        **{key: loads[-1][key] for key in ("final_bytes", "share_packed", "allowed_bytes", "cached_frac")},
+        "above_final_bytes": max(entry["above_final_bytes"] for entry in loads),
+        "load": round(os.getloadavg()[0], 1),
+        "warm": arguments.warm,
+        "model_device": arguments.device,
+        "load_threads": arguments.threads,
+    }
+
+
+def parse() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--shape", choices=SHAPES, default="7b")
+    parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
+    parser.add_argument("--folder", default=None, help="where the checkpoint is written; default: temporary")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--repeat", type=int, default=3)
+    parser.add_argument("--warm", action="store_true", help="leave the files in the system's cache")
+    parser.add_argument("--out", help="append the lines to this file")
+    parser.add_argument("--smoke", action="store_true", help="a tiny shape, once")
+    parser.add_argument("--child", choices=FORMS, help=argparse.SUPPRESS)
+    parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+def main() -> int:
+    """Measure every form."""
+    arguments = parse()
+    if arguments.child:
+        with tempfile.TemporaryDirectory(dir=Path(arguments.checkpoint).parent) as offload:
+            found = load_once(
+                Path(arguments.checkpoint),
+                arguments.child,
+                arguments.device,
+                offload,
+                arguments.threads,
+                arguments.warm,
+            )
+            print(json.dumps(found), flush=True)
+        return 0
+    if arguments.smoke:
+        arguments.shape, arguments.repeat, arguments.threads = "tiny", 1, 1
+        arguments.forms = ["none", "nf4", "disk_offload"]
+    with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="load-speed-") as place:
+        folder = Path(place) / "checkpoint"
+        nbytes = write_checkpoint(folder, arguments.shape)
+        on = machine()
+        for form in arguments.forms:
+            line = json.dumps({**run(arguments, folder, form, nbytes), "machine": on})
+            print(line, flush=True)
+            if arguments.out:
+                with Path(arguments.out).open("a") as file:
+                    file.write(line + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -202,6 +202,7 @@ class Relief:
             return
         session.adapting = False
         session.tuner.stop()
+        session.tuner.give_up_offloading()
         if session.tuner.governor is not None:
             session.tuner.governor.hold = False
 

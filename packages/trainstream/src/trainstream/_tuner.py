@@ -26,11 +26,14 @@ from trainstream._inventory import Inventory
 from trainstream._link import link_rate
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers
+from trainstream._spill import Spill
 from trainstream._staging import bring_back
+from ts_core import registry
 from ts_core.memory import format_bytes
 from ts_core.planner import layout_of
 from ts_core.usage import PeakSampler, release_free_memory
 from ts_optim import OffloadAdamW
+from ts_paging.copy import CopyEngine
 from ts_paging.governor import ActivationGovernor
 from ts_paging.pager import WeightPager
 from ts_quant import QuantizedTensor
@@ -68,6 +71,11 @@ def settle(
         tell(f"no room for the weights of {len(names)} modules at once ({error}): they stream")
         return False
     return True
+
+
+def offloads_by_itself(device: torch.device) -> bool:
+    """Whether activations go below the device without being asked to: to RAM, not to files."""
+    return device.type == "cuda"
 
 
 class Tuner:
@@ -118,10 +126,14 @@ class Tuner:
         if decided.governed:
             hard = limits.room if limits.hard is None else limits.hard
             relief = limits.used if self._cpu else None
+            # What was planned to offload, or where nothing was planned, all that has no room.
+            planned = [fallback == "offload" for fallback in want.fallback]
+            offers = planned if any(planned) else [fallback is not None for fallback in want.fallback]
             self.governor = ActivationGovernor(
-                pager.blocks, want.fallback, limits.used, hard, limits.room, relief
+                pager.blocks, want.fallback, limits.used, hard, limits.room, relief, offers
             )
         pager.governor = self.governor
+        self._spill = self._start_spill(options)
         self._rate: float | None = None
         if self.governor is not None and not self._cpu:
             self.governor.hold = True
@@ -131,6 +143,20 @@ class Tuner:
         forced = iter(want.paged)
         self._forced = [next(forced) if unit.group.kind == "block" else None for unit in inventory.units]
         self._linked = inventory.linked()
+
+    def _start_spill(self, options: WrapOptions) -> Spill | None:
+        """Let activations go to RAM as far as was measured, where both ways to do without room are open."""
+        auto = options.activation_offload == "auto" and options.recompute == "auto"
+        if self.governor is None or not auto or not offloads_by_itself(self._tiers.device):
+            return None
+        engine, budget = registry.copy_engine(), options.ram_budget
+        flight = engine.max_inflight_bytes if isinstance(engine, CopyEngine) else 0
+        return Spill(
+            self.governor,
+            options.max_activation_slowdown,
+            left=lambda: None if budget is None else int(budget) - host_used(),
+            flight=flight + int(getattr(self._pager.activations, "max_ahead_bytes", 0)),
+        )
 
     def share(self, places: Places) -> None:
         """Keep the sets of what is paged and settled together with whoever lets units leave again."""
@@ -187,22 +213,38 @@ class Tuner:
         held = governor is not None and governor.hold
         if self._steps == _MEASURED and held and governor is not None:
             governor.hold = held = self._waits_for_others(session)
-        if self._steps > _MEASURED or held:
+        if self._rounds < _ROUNDS and (self._steps > _MEASURED or held):
             self._advance(session, peak)
+        trying = self._try_to_offload(session)
         self._since = (time.perf_counter(), self._pager.host_bytes)
         policies = self._policies()
         self._write_down(session, policies)
-        if self._rounds >= _ROUNDS:
+        if self._rounds >= _ROUNDS and not trying:
             session.adapting = False
             shared = len(self._paged) - len(self._settled)
+            away = f", {n} offload them" if (n := policies.count("offload")) else ""
             session.events.add(
                 f"settled after {self._steps} steps: {shared} groups are paged, {len(self._settled)} have "
                 f"their optimizer on the host, {policies.count('keep')} of {len(policies)} blocks keep their "
-                f"activations; peak {format_bytes(peak)} of {format_bytes(self._limits.room)}"
+                f"activations{away}; peak {format_bytes(peak)} of {format_bytes(self._limits.room)}"
             )
             self.stop()
             if not self._paged and governor is None and not self._want.hooked:
                 self._pager.detach()
+
+    def _try_to_offload(self, session: Session) -> bool:
+        """Say whether steps are still needed to find out how many blocks offload their activations."""
+        spill = self._spill
+        if spill is None:
+            return False
+        spill.tell = session.decide
+        spill.measure_room()
+        return self._rounds >= _ROUNDS and spill.after_step()
+
+    def give_up_offloading(self) -> None:
+        """Memory ran out while that was tried: blocks without room recompute."""
+        if self._spill is not None:
+            self._spill.give_up()
 
     def _advance(self, session: Session, peak: int) -> None:
         """Go one round on, or be done."""

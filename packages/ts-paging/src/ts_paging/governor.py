@@ -35,6 +35,13 @@ class ActivationGovernor:
         base: Least bytes in use at the start of a pass since the last `learn`.
         hold: Whether every managed block goes on falling back although there is room: it is for others.
         kept: Bytes that the blocks of the latest pass are taken to keep.
+        offloads: Blocks at most that offload where they have no room; the rest of those that fall back to
+            offloading, or may, recompute. None: each falls back to what it was given.
+        ram: Bytes of RAM that the offloaded activations of a pass may take; None: no limit.
+        flight: Bytes of the device that are set aside for copies under way while any block offloads, until
+            `learn` has seen it.
+        passed: Bytes of the inputs of all passes so far.
+        offerable: Blocks of the latest pass that had no room and may offload.
         largest: Bytes of the largest input of a pass so far.
     """
 
@@ -46,6 +53,7 @@ class ActivationGovernor:
         limit: int,
         room: int | None = None,
         relief: Callable[[], object] | None = None,
+        offers: Sequence[bool] = (),
     ) -> None:
         """Start without knowledge.
 
@@ -57,11 +65,21 @@ class ActivationGovernor:
             limit: Bytes that may be used; more of them in use when a pass starts is an error.
             room: Bytes that are planned with, at most `limit`; None: all of them.
             relief: Called at every block of a CPU run: gives freed memory back to the system if it adds up.
+            offers: For each block whether it offloads rather than recompute as far as `offloads` allows;
+                nothing: those that fall back to offloading.
         """
         self._relief = relief
         self.room = limit if room is None else min(room, limit)
         self._names = {block.name: index for index, block in enumerate(blocks)}
         self._managed = list(managed)
+        self._offers = list(offers) or [fallback == "offload" for fallback in managed]
+        self.offloads: int | None = None
+        self.ram: int | None = None
+        self.flight = 0
+        self.passed = 0
+        self.offerable = 0
+        self._small: float = 0.0
+        self._least = 0
         self._used = used
         self.limit = limit
         self.hold = False
@@ -85,6 +103,11 @@ class ActivationGovernor:
         return sum(policy == "keep" and fallback is not None for policy, fallback in pairs)
 
     @property
+    def each_offloaded(self) -> int:
+        """Bytes that a block of the largest pass so far moves where it offloads; 0 while not known."""
+        return self._leaving(self.largest)
+
+    @property
     def measured(self) -> bool:
         """Whether a block's saved bytes are known."""
         return self._per_byte is not None
@@ -93,6 +116,14 @@ class ActivationGovernor:
     def policies(self) -> list[str]:
         """Policy of each managed block in the latest pass; unmanaged ones read ``keep`` here."""
         return list(self._policies)
+
+    def _leaving(self, size: int) -> int:
+        return int(((self._per_byte or 0.0) - self._small) * size)
+
+    def refresh(self) -> None:
+        """Let `policies` say what holds from now on, after `offloads` was set."""
+        kept = [i for i, p in enumerate(self._policies) if p == "keep" and self._managed[i] is not None]
+        self._policies = self._fallen(frozenset(kept))
 
     def learn(self, transient: int) -> None:
         """Take over what a whole step used beyond its base and what was kept.
@@ -103,6 +134,8 @@ class ActivationGovernor:
         self._transient = max(transient, self._transient or 0)
         self._transient_input = max(self.largest, 1)
         self.base = 0
+        if "offload" in self._policies:
+            self.flight = 0
 
     def expect(self, more: int) -> None:
         """Add bytes that coming steps will use beyond what was learned."""
@@ -112,7 +145,7 @@ class ActivationGovernor:
     def overrun(self) -> None:
         """Memory ran out in the latest pass: one of its size, or larger, keeps nothing from now on."""
         self._too_large = min(self._size, self._too_large or self._size)
-        self._policies = [fallback or "keep" for fallback in self._managed]
+        self._policies = self._fallen(frozenset())
         self.kept = 0
 
     def need(self, growth: float) -> int | None:
@@ -153,6 +186,7 @@ class ActivationGovernor:
         known = {t.untyped_storage()._cdata for t in flat if type(t) is Tensor} | _held_by(block.module)
         sizes: dict[int, int] = {}
         self._counting = (index, _input_bytes(args, kwargs), sizes)
+        self._least = block.pager.min_offload_bytes
         address = None if block.slot is None else block.slot.address
 
         def count(tensor: Tensor) -> None:
@@ -171,6 +205,7 @@ class ActivationGovernor:
             self._counting = None
             if index > 0 or counted == len(self._names) - 1:
                 self._per_byte = sum(sizes.values()) / size
+                self._small = sum(n for n in sizes.values() if n < self._least) / size
 
     def _begin(self, size: int) -> None:
         used = self._used()
@@ -183,24 +218,58 @@ class ActivationGovernor:
         self.base = min(self.base or used, used)
         self.largest = max(self.largest, size)
         self._size = size
+        self.passed += size
         managed = [index for index, fallback in enumerate(self._managed) if fallback is not None]
-        self._policies = [fallback or "keep" for fallback in self._managed]
+        self._policies = self._fallen(frozenset())
         if self._per_byte is None:
             if managed:
                 self._policies[managed[0]] = "keep"  # the block that is measured
             self.kept = 0
             return
         each = max(int(self._per_byte * size), 1)
+        chosen = self._keepers(managed, each, 0, used, size)
+        policies = self._fallen(frozenset(chosen))
+        offload = policies.count("offload") if self.offloads is not None else 0
+        if offload:  # what is on its way, and what is too small to leave, is on the device beside
+            left = int(self._small * size) * offload + min(self.flight, each * offload)
+            chosen = self._keepers(managed, each, left, used, size)
+            policies = self._fallen(frozenset(chosen))
+        self._policies = policies
+        self.kept = each * len(chosen)
+
+    def _keepers(self, managed: list[int], each: int, beside: int, used: int, size: int) -> list[int]:
+        """Return the managed blocks that there is room for, the last ones, with so many bytes beside them."""
         keep = 0
         if self._transient is not None and not self.hold:
             transient = self._transient * max(1.0, size / self._transient_input)
-            keep = int(max(0, self.room - used - transient) // each)
+            keep = int(max(0, self.room - used - transient - beside) // each)
         if self._too_large is not None and size >= self._too_large:
             keep = 0
-        chosen = managed[max(0, len(managed) - keep) :]
-        for index in chosen:
-            self._policies[index] = "keep"
-        self.kept = each * len(chosen)
+        return managed[max(0, len(managed) - keep) :]
+
+    def _fallen(self, kept: frozenset[int]) -> list[str]:
+        """Return the policies where these managed blocks keep, and the others fall back."""
+        policies = [
+            "keep" if fallback is None or index in kept else fallback
+            for index, fallback in enumerate(self._managed)
+        ]
+        if self.offloads is None:
+            return policies
+        offered = [
+            index
+            for index, fallback in enumerate(self._managed)
+            if fallback is not None and index not in kept and self._offers[index]
+        ]
+        self.offerable = len(offered)
+        count = min(self.offloads, len(offered))
+        each = self._leaving(self._size)
+        if self.ram is not None or not each:
+            count = min(count, (self.ram or 0) // each if each else 0)
+        # Evenly over the stack, so that copies have as much computation beside them as can be.
+        takes = {offered[step * len(offered) // count] for step in range(count)}
+        for index in offered:
+            policies[index] = "offload" if index in takes else "recompute"
+        return policies
 
 
 def _held_by(module: nn.Module) -> set[int]:

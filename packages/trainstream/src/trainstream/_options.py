@@ -194,7 +194,6 @@ class WrapOptions:
             options.number("max_grad_norm", self.max_grad_norm, above=0.0)
         options.fraction("vram_headroom", self.vram_headroom)
         options.number("max_activation_slowdown", self.max_activation_slowdown, minimum=0.0)
-        _off("max_activation_slowdown", float(self.max_activation_slowdown), (0.15,))
         self.min_offload_bytes = _bytes("min_offload_bytes", self.min_offload_bytes)
 
     def _check_placement(self) -> None:

@@ -1,5 +1,6 @@
 """Products of packed operands: what tensor cores are given, the same product without them, and gradients."""
 
+import contextlib
 import copy
 import gc
 import weakref
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from ts_core.errors import DeviceError, OptionError
 from ts_core.registry import SlottedWeight
 from ts_core.testing import assert_bit_equal, devices, make_tensor
-from ts_quant import QuantizedTensor, quantize, set_matmul
+from ts_quant import QuantizedTensor, quantize, set_matmul, verify
 from ts_quant import _scaled_linear as scaled_linear_module
 from ts_quant._shared_input import shared
 from ts_quant._transpose import transpose_bytes
@@ -566,6 +567,30 @@ def test_options_stay_with_the_tensor():
 # -- checks on load
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_the_trial_notices_what_is_wrong(codec, monkeypatch):
+    """The emulation stands for the GPU; then it is scaled, refused, or its gradient alone is wrong."""
+    cpu = torch.device("cpu")
+
+    def refuse(*operands):
+        raise RuntimeError("CUBLAS_STATUS_NOT_SUPPORTED\nand more")
+
+    monkeypatch.setattr(scaled_linear_module, "multiply", emulate)
+    for stand_in, expected in (
+        (emulate, ""),
+        (lambda *operands: 1.1 * emulate(*operands), "farther from the reference"),
+        (refuse, "CUBLAS_STATUS_NOT_SUPPORTED"),
+    ):
+        monkeypatch.setattr(verify, "multiply", stand_in)
+        with torch.inference_mode():
+            found = try_product(codec, cpu)
+        assert expected in found
+        assert bool(expected) is bool(found)
+    monkeypatch.setattr(verify, "multiply", emulate)
+    monkeypatch.setattr(scaled_linear_module, "multiply", lambda *operands: emulate(*operands).neg())
+    assert "input gradient" in try_product(codec, cpu)
+
+
 @pytest.mark.parametrize("codec", [*CODECS, "nf4", "int8"])
 @pytest.mark.parametrize("backward", [False, True])
 def test_gradient_errors(codec, backward):
@@ -597,15 +622,24 @@ def test_check_input_gradients_names_the_weight(monkeypatch):
 # -- compiled
 
 
-@pytest.mark.parametrize("codec", ["fp8_row", "nvfp4"])
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("codec", "options"), [("fp8_row", Matmul()), ("nvfp4", Matmul(True, 0.02, True))])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_compiles_without_a_graph_break(codec):
+def test_compiles_without_a_graph_break(codec, options, device):
     torch._dynamo.reset()
-    weight = nn.Parameter(weight_of(codec, (64, 64)), requires_grad=False)
+    packed = weight_of(codec, (64, 64), device=device)
+    packed.matmul_options = options
+    weight = nn.Parameter(packed, requires_grad=False)
     compiled = torch.compile(nn.functional.linear, fullgraph=True, backend="aot_eager")
-    x = make_tensor((3, 64), dtype=BF16, seed=5)
-    assert_bit_equal(compiled(x, weight), nn.functional.linear(x, weight))
+    results = []
+    with emulated() if device == "cpu" else contextlib.nullcontext():
+        for function in (nn.functional.linear, compiled):
+            x = make_tensor((3, 64), dtype=BF16, seed=5, device=device).requires_grad_()
+            out = function(x, weight)
+            results.append([out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))])
     torch._dynamo.reset()
+    for got, want in zip(*results, strict=True):
+        assert_bit_equal(got, want)
 
 
 # -- on a GPU
@@ -626,6 +660,18 @@ def test_a_gpu_that_should_multiply_does(codec):
     if not PRODUCTS[codec].on(properties.major, properties.minor, cuda):
         pytest.skip(f"compute capability {properties.major}.{properties.minor} does not multiply {codec}")
     assert try_product(codec, torch.device("cuda", 0)) == ""
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("codec", CODECS)
+@pytest.mark.parametrize(
+    "mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cuda", dtype=BF16)]
+)
+def test_the_trial_does_not_depend_on_where_it_is_made(codec, mode):
+    if not here(codec):
+        pytest.skip(f"this GPU does not multiply {codec}")
+    with mode():
+        assert try_product(codec, torch.device("cuda", 0)) == ""
 
 
 @pytest.mark.gpu

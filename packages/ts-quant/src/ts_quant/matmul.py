@@ -113,7 +113,7 @@ def why_not(codec: str, device: torch.device) -> str:
     if key not in _found:
         if not _should(codec, device):
             _found[key] = "it has no tensor cores for this format"
-        elif torch.cuda.is_current_stream_capturing():
+        elif torch.cuda.is_current_stream_capturing() or torch._C._len_torch_dispatch_stack():
             return ""  # nothing can be looked at now
         else:
             from .verify import try_product

@@ -44,6 +44,12 @@ def try_product(codec: str, device: torch.device) -> str:
     Returns:
         What was wrong, or an empty string.
     """
+    # Whatever mode the first use is in: this is a computation of its own.
+    with torch.inference_mode(False), torch.autocast(device.type, enabled=False):
+        return _try_product(codec, device)
+
+
+def _try_product(codec: str, device: torch.device) -> str:
     product = PRODUCTS[codec]
     try:
         with torch.no_grad():

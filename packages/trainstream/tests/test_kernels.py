@@ -32,6 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import trainstream
 from trainstream._session import session_of
 from ts_core.testing import devices
+from ts_fused import _checked_lora, checked
 from ts_quant import QuantizedTensor
 
 pytestmark = pytest.mark.filterwarnings(
@@ -47,6 +48,13 @@ def _one_thread():
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes_too(monkeypatch):
+    """Fused paths at every size: on a CPU small ones run the modules' own code, which is faster there."""
+    monkeypatch.setattr(_checked_lora, "WORTH_IT", 0)
+    monkeypatch.setattr(checked, "WORTH_IT", {})
 
 
 class Operators(TorchDispatchMode):

@@ -29,23 +29,52 @@ void expect_like(const TensorView& t, const TensorView& like, const char* op, co
   expect_same_device(t, like, op, argument);
 }
 
+// Runs one of the two where the tensor is: on its device and current stream, or on the pool's
+// threads without the GIL. `on_cuda` is generic so that it is no code at all in a build without
+// CUDA.
+template <typename OnCuda, typename OnCpu>
+void run_on(const TensorView& t, const char* op, int threads, [[maybe_unused]] OnCuda&& on_cuda,
+            OnCpu&& on_cpu) {
+  expect_no_cuda_missing(t, op);
+#if defined(TS_WITH_CUDA)
+  if (t.is_cuda()) {
+    DeviceGuard guard(t.device_id());
+    on_cuda(t.current_stream());
+    return;
+  }
+#endif
+  threads = thread_count(threads);
+  nb::gil_scoped_release release;
+  on_cpu(threads);
+}
+
 fused::NormTypes norm_types(const TensorView& x, const TensorView& weight, bool gemma) {
   const DType promoted = x.dtype() == weight.dtype() ? x.dtype() : DType::kF32;
   return {x.dtype(), weight.dtype(), gemma ? x.dtype() : promoted};
+}
+
+// What both passes of RMSNorm take: checks x, its weight, a result or gradient, and the row
+// statistics.
+fused::NormTypes norm_operands(const TensorView& x, const TensorView& weight, const TensorView& y,
+                               const TensorView& rstd, bool gemma, const char* op,
+                               const char* y_name) {
+  expect_float(x, op, "x");
+  expect_float(weight, op, "weight");
+  expect_same_device(weight, x, op, "weight");
+  const auto types = norm_types(x, weight, gemma);
+  const int64_t numel = rstd.numel() * weight.numel();
+  expect_numel(x, op, "x", numel);
+  expect_like(y, x, op, y_name, types.out, numel);
+  expect_like(rstd, x, op, "rstd", DType::kF32, rstd.numel());
+  return types;
 }
 
 void rms_norm_forward(TensorView x, TensorView weight, TensorView y, TensorView rstd, double eps,
                       double offset, bool gemma, int mean_lanes, std::optional<TensorView> residual,
                       std::optional<TensorView> sum, int threads) {
   const char* op = "rms_norm_forward";
-  expect_float(x, op, "x");
-  expect_float(weight, op, "weight");
-  expect_same_device(weight, x, op, "weight");
   const int64_t hidden = weight.numel(), rows = rstd.numel();
-  const auto types = norm_types(x, weight, gemma);
-  expect_numel(x, op, "x", rows * hidden);
-  expect_like(y, x, op, "y", types.out, rows * hidden);
-  expect_like(rstd, x, op, "rstd", DType::kF32, rows);
+  const auto types = norm_operands(x, weight, y, rstd, gemma, op, "y");
   if (residual.has_value() != sum.has_value())
     fail_value(op, "sum", "given together with residual", "one of the two");
   if (residual) {
@@ -54,7 +83,6 @@ void rms_norm_forward(TensorView x, TensorView weight, TensorView y, TensorView 
   }
   if (mean_lanes != 8 && mean_lanes != 4)
     fail_value(op, "mean_lanes", "8 or 4", std::to_string(mean_lanes));
-  expect_no_cuda_missing(x, op);
   if (rows == 0 || hidden == 0) return;
   const fused::NormForward a{x.data(),
                              weight.data(),
@@ -67,16 +95,9 @@ void rms_norm_forward(TensorView x, TensorView weight, TensorView y, TensorView 
                              gemma,
                              residual ? residual->data() : nullptr,
                              sum ? sum->data() : nullptr};
-#if defined(TS_WITH_CUDA)
-  if (x.is_cuda()) {
-    DeviceGuard guard(x.device_id());
-    fused::launch_rms_norm_forward(a, types, x.current_stream());
-    return;
-  }
-#endif
-  threads = thread_count(threads);
-  nb::gil_scoped_release release;
-  TS_ISA_CALL(fused, rms_norm_forward, a, types, mean_lanes, threads);
+  run_on(
+      x, op, threads, [&](auto stream) { fused::launch_rms_norm_forward(a, types, stream); },
+      [&](int threads) { TS_ISA_CALL(fused, rms_norm_forward, a, types, mean_lanes, threads); });
 }
 
 void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, TensorView rstd,
@@ -84,14 +105,8 @@ void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, Tenso
                        std::optional<TensorView> grad_weight, int64_t rows_per_chunk, double offset,
                        bool gemma, std::optional<TensorView> grad_sum, int threads) {
   const char* op = "rms_norm_backward";
-  expect_float(x, op, "x");
-  expect_float(weight, op, "weight");
-  expect_same_device(weight, x, op, "weight");
   const int64_t hidden = weight.numel(), rows = rstd.numel();
-  const auto types = norm_types(x, weight, gemma);
-  expect_numel(x, op, "x", rows * hidden);
-  expect_like(grad_y, x, op, "grad_y", types.out, rows * hidden);
-  expect_like(rstd, x, op, "rstd", DType::kF32, rows);
+  const auto types = norm_operands(x, weight, grad_y, rstd, gemma, op, "grad_y");
   if (rows_per_chunk < 1)
     fail_value(op, "rows_per_chunk", "at least 1", std::to_string(rows_per_chunk));
   if (grad_sum) {
@@ -106,7 +121,6 @@ void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, Tenso
     expect_like(*grad_weight, x, op, "grad_weight", weight.dtype(), hidden);
     expect_like(*partial, x, op, "partial", DType::kF32, (chunks ? chunks : 1) * hidden);
   }
-  expect_no_cuda_missing(x, op);
   if ((!grad_x && !grad_weight) || hidden == 0) return;
   const fused::NormBackward a{grad_y.data(),
                               x.data(),
@@ -121,16 +135,9 @@ void rms_norm_backward(TensorView grad_y, TensorView x, TensorView weight, Tenso
                               static_cast<float>(offset),
                               gemma,
                               grad_sum ? grad_sum->data() : nullptr};
-#if defined(TS_WITH_CUDA)
-  if (x.is_cuda()) {
-    DeviceGuard guard(x.device_id());
-    fused::launch_rms_norm_backward(a, types, x.current_stream());
-    return;
-  }
-#endif
-  threads = thread_count(threads);
-  nb::gil_scoped_release release;
-  TS_ISA_CALL(fused, rms_norm_backward, a, types, threads);
+  run_on(
+      x, op, threads, [&](auto stream) { fused::launch_rms_norm_backward(a, types, stream); },
+      [&](int threads) { TS_ISA_CALL(fused, rms_norm_backward, a, types, threads); });
 }
 
 // A (batch, tokens, heads, dim) operand of the rotary embedding and its result.
@@ -178,7 +185,6 @@ void rotary(TensorView q, std::optional<TensorView> k, TensorView cos, TensorVie
       rotary_dim > fused::kMaxRotaryDim || (width != rotary_dim && 2 * width != rotary_dim))
     fail_value(op, "rotary_dim", "even, at most dim and 1024, the width of cos or twice that",
                std::to_string(rotary_dim));
-  expect_no_cuda_missing(q, op);
   a.cos = cos.data();
   a.sin = sin.data();
   for (int i = 0; i < 2; ++i) {
@@ -193,55 +199,56 @@ void rotary(TensorView q, std::optional<TensorView> k, TensorView cos, TensorVie
   a.interleaved = interleaved;
   a.inverse = inverse;
   if (a.batch * a.tokens * (a.q.heads + a.k.heads) == 0) return;
-#if defined(TS_WITH_CUDA)
-  if (q.is_cuda()) {
-    DeviceGuard guard(q.device_id());
-    fused::launch_rotary(a, q.dtype(), cos.dtype(), q.current_stream());
-    return;
-  }
-#endif
-  threads = thread_count(threads);
-  nb::gil_scoped_release release;
-  TS_ISA_CALL(fused, rotary, a, q.dtype(), cos.dtype(), threads);
+  run_on(
+      q, op, threads, [&](auto stream) { fused::launch_rotary(a, q.dtype(), cos.dtype(), stream); },
+      [&](int threads) { TS_ISA_CALL(fused, rotary, a, q.dtype(), cos.dtype(), threads); });
 }
 
-// A (rows, width) operand of the gated activation; returns the stride of its rows.
-int64_t gated_rows(const TensorView& t, const TensorView& like, const char* op,
+// Rows and width of the gated activation: the last dimension, and all others.
+struct GatedShape {
+  int64_t rows, width;
+};
+
+GatedShape gated_shape(const TensorView& gate, const char* op) {
+  if (gate.ndim() < 1) fail_value(op, "gate", "at least one dimension", gate.describe());
+  const int64_t width = gate.shape(gate.ndim() - 1);
+  return {width ? gate.numel() / width : 0, width};
+}
+
+// An operand: (rows, width), rows without gaps, or anything contiguous; returns the stride of its
+// rows.
+int64_t gated_rows(const TensorView& t, const TensorView& like, const GatedShape& s, const char* op,
                    const char* argument) {
   if (!is_kernel_float(t.dtype()) || t.dtype() != like.dtype())
     fail_type(op, argument, "float32, bfloat16 or float16, all alike", t.describe());
-  if (t.ndim() != 2 || t.shape(0) != like.shape(0) || t.shape(1) != like.shape(1) ||
-      (t.numel() > 0 && t.shape(1) > 1 && t.stride(1) != 1))
-    fail_value(op, argument, "(rows, width) as " + like.describe() + ", rows without gaps",
+  const int last = t.ndim() - 1;
+  const bool rows =
+      last == 1 && t.shape(0) == s.rows && (t.numel() == 0 || s.width == 1 || t.stride(1) == 1);
+  if (last < 0 || t.numel() != s.rows * s.width || t.shape(last) != s.width ||
+      !(rows || t.is_contiguous()))
+    fail_value(op, argument, "the shape of " + like.describe() + ", rows without gaps",
                t.describe());
   expect_same_device(t, like, op, argument);
-  return t.stride(0);
+  return rows ? t.stride(0) : s.width;
 }
 
 void gated_forward(TensorView gate, TensorView up, TensorView y, bool gelu, int threads) {
   const char* op = "gated_forward";
   fused::GatedForward a{};
-  a.gate_stride = gated_rows(gate, gate, op, "gate");
-  a.up_stride = gated_rows(up, gate, op, "up");
+  const GatedShape shape = gated_shape(gate, op);
+  a.gate_stride = gated_rows(gate, gate, shape, op, "gate");
+  a.up_stride = gated_rows(up, gate, shape, op, "up");
   expect_like(y, gate, op, "y", gate.dtype(), gate.numel());
-  expect_no_cuda_missing(gate, op);
   if (gate.numel() == 0) return;
   a.gate = gate.data();
   a.up = up.data();
   a.y = y.data();
-  a.rows = gate.shape(0);
-  a.width = gate.shape(1);
+  a.rows = shape.rows;
+  a.width = shape.width;
   a.gelu = gelu;
-#if defined(TS_WITH_CUDA)
-  if (gate.is_cuda()) {
-    DeviceGuard guard(gate.device_id());
-    fused::launch_gated_forward(a, gate.dtype(), gate.current_stream());
-    return;
-  }
-#endif
-  threads = thread_count(threads);
-  nb::gil_scoped_release release;
-  TS_ISA_CALL(fused, gated_forward, a, gate.dtype(), threads);
+  run_on(
+      gate, op, threads, [&](auto stream) { fused::launch_gated_forward(a, gate.dtype(), stream); },
+      [&](int threads) { TS_ISA_CALL(fused, gated_forward, a, gate.dtype(), threads); });
 }
 
 void gated_backward(TensorView grad_y, TensorView gate, TensorView up,
@@ -249,36 +256,30 @@ void gated_backward(TensorView grad_y, TensorView gate, TensorView up,
                     bool gelu, int threads) {
   const char* op = "gated_backward";
   fused::GatedBackward a{};
-  a.gate_stride = gated_rows(gate, gate, op, "gate");
-  a.up_stride = gated_rows(up, gate, op, "up");
-  a.grad_stride = gated_rows(grad_y, gate, op, "grad_y");
-  if (grad_gate) a.out_stride = gated_rows(*grad_gate, gate, op, "grad_gate");
+  const GatedShape shape = gated_shape(gate, op);
+  a.gate_stride = gated_rows(gate, gate, shape, op, "gate");
+  a.up_stride = gated_rows(up, gate, shape, op, "up");
+  a.grad_stride = gated_rows(grad_y, gate, shape, op, "grad_y");
+  if (grad_gate) a.out_stride = gated_rows(*grad_gate, gate, shape, op, "grad_gate");
   if (grad_up) {
-    const int64_t stride = gated_rows(*grad_up, gate, op, "grad_up");
+    const int64_t stride = gated_rows(*grad_up, gate, shape, op, "grad_up");
     if (grad_gate && stride != a.out_stride)
       fail_value(op, "grad_up", "the strides of grad_gate", std::to_string(stride));
     a.out_stride = stride;
   }
-  expect_no_cuda_missing(gate, op);
   if (gate.numel() == 0 || (!grad_gate && !grad_up)) return;
   a.grad_y = grad_y.data();
   a.gate = gate.data();
   a.up = up.data();
   a.grad_gate = grad_gate ? grad_gate->data() : nullptr;
   a.grad_up = grad_up ? grad_up->data() : nullptr;
-  a.rows = gate.shape(0);
-  a.width = gate.shape(1);
+  a.rows = shape.rows;
+  a.width = shape.width;
   a.gelu = gelu;
-#if defined(TS_WITH_CUDA)
-  if (gate.is_cuda()) {
-    DeviceGuard guard(gate.device_id());
-    fused::launch_gated_backward(a, gate.dtype(), gate.current_stream());
-    return;
-  }
-#endif
-  threads = thread_count(threads);
-  nb::gil_scoped_release release;
-  TS_ISA_CALL(fused, gated_backward, a, gate.dtype(), threads);
+  run_on(
+      gate, op, threads,
+      [&](auto stream) { fused::launch_gated_backward(a, gate.dtype(), stream); },
+      [&](int threads) { TS_ISA_CALL(fused, gated_backward, a, gate.dtype(), threads); });
 }
 
 void cross_entropy_rows(TensorView logits, TensorView targets, TensorView losses,
@@ -290,7 +291,6 @@ void cross_entropy_rows(TensorView logits, TensorView targets, TensorView losses
   const int64_t rows = logits.shape(0), vocab = logits.shape(1);
   expect_like(targets, logits, op, "targets", DType::kI64, rows);
   expect_like(losses, logits, op, "losses", DType::kF32, rows);
-  expect_no_cuda_missing(logits, op);
   if (rows == 0) return;
   if (vocab == 0) fail_value(op, "logits", "a vocabulary of at least 1", logits.describe());
   const fused::CrossEntropyRows a{logits.data(),
@@ -303,16 +303,10 @@ void cross_entropy_rows(TensorView logits, TensorView targets, TensorView losses
                                   static_cast<float>(scale),
                                   static_cast<float>(smoothing),
                                   with_grad};
-#if defined(TS_WITH_CUDA)
-  if (logits.is_cuda()) {
-    DeviceGuard guard(logits.device_id());
-    fused::launch_cross_entropy_rows(a, logits.dtype(), logits.current_stream());
-    return;
-  }
-#endif
-  threads = thread_count(threads);
-  nb::gil_scoped_release release;
-  TS_ISA_CALL(fused, cross_entropy_rows, a, logits.dtype(), threads);
+  run_on(
+      logits, op, threads,
+      [&](auto stream) { fused::launch_cross_entropy_rows(a, logits.dtype(), stream); },
+      [&](int threads) { TS_ISA_CALL(fused, cross_entropy_rows, a, logits.dtype(), threads); });
 }
 
 void scale_cast(TensorView src, TensorView scale, TensorView out, int threads) {
@@ -321,53 +315,48 @@ void scale_cast(TensorView src, TensorView scale, TensorView out, int threads) {
   expect_float(out, op, "out");
   expect_like(scale, src, op, "scale", DType::kF32, 1);
   expect_like(out, src, op, "out", out.dtype(), src.numel());
-  expect_no_cuda_missing(src, op);
   if (src.numel() == 0) return;
-#if defined(TS_WITH_CUDA)
-  if (src.is_cuda()) {
-    DeviceGuard guard(src.device_id());
-    fused::launch_scale_cast(src.data(), src.dtype(), scale.data<float>(), out.data(), out.dtype(),
-                             src.numel(), src.current_stream());
-    return;
-  }
-#endif
-  threads = thread_count(threads);
-  nb::gil_scoped_release release;
-  TS_ISA_CALL(fused, scale_cast, src.data(), src.dtype(), scale.data<float>(), out.data(),
-              out.dtype(), src.numel(), threads);
+  run_on(
+      src, op, threads,
+      [&](auto stream) {
+        fused::launch_scale_cast(src.data(), src.dtype(), scale.data<float>(), out.data(),
+                                 out.dtype(), src.numel(), stream);
+      },
+      [&](int threads) {
+        TS_ISA_CALL(fused, scale_cast, src.data(), src.dtype(), scale.data<float>(), out.data(),
+                    out.dtype(), src.numel(), threads);
+      });
 }
 
 void label_counts(TensorView targets, int64_t ignore_index, int64_t vocab, TensorView counts) {
   const char* op = "label_counts";
   expect(targets, op, "targets", DType::kI64);
   expect_like(counts, targets, op, "counts", DType::kI64, 2);
-  expect_no_cuda_missing(targets, op);
-#if defined(TS_WITH_CUDA)
-  if (targets.is_cuda()) {
-    DeviceGuard guard(targets.device_id());
-    fused::launch_label_counts(targets.data<int64_t>(), targets.numel(), ignore_index, vocab,
-                               counts.data<int64_t>(), targets.current_stream());
-    return;
-  }
-#endif
-  TS_ISA_CALL(fused, label_counts, targets.data<int64_t>(), targets.numel(), ignore_index, vocab,
-              counts.data<int64_t>());
+  run_on(
+      targets, op, 1,
+      [&](auto stream) {
+        fused::launch_label_counts(targets.data<int64_t>(), targets.numel(), ignore_index, vocab,
+                                   counts.data<int64_t>(), stream);
+      },
+      [&](int) {
+        TS_ISA_CALL(fused, label_counts, targets.data<int64_t>(), targets.numel(), ignore_index,
+                    vocab, counts.data<int64_t>());
+      });
 }
 
 void loss_total(TensorView losses, TensorView total) {
   const char* op = "loss_total";
   expect(losses, op, "losses", DType::kF32);
   expect_like(total, losses, op, "total", DType::kF64, 1);
-  expect_no_cuda_missing(losses, op);
-#if defined(TS_WITH_CUDA)
-  if (losses.is_cuda()) {
-    DeviceGuard guard(losses.device_id());
-    fused::launch_loss_total(losses.data<float>(), losses.numel(), total.data<double>(),
-                             losses.current_stream());
-    return;
-  }
-#endif
-  TS_ISA_CALL(fused, loss_total, losses.data<float>(), losses.numel(), total.data<double>());
+  run_on(
+      losses, op, 1,
+      [&](auto stream) {
+        fused::launch_loss_total(losses.data<float>(), losses.numel(), total.data<double>(),
+                                 stream);
+      },
+      [&](int) {
+        TS_ISA_CALL(fused, loss_total, losses.data<float>(), losses.numel(), total.data<double>());
+      });
 }
 
 }  // namespace

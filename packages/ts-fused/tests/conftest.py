@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ts_fused import _C
+from ts_fused import _C, _checked_lora, checked
 
 ISAS = ("portable", "avx2", "avx512")
 
@@ -28,3 +28,10 @@ def variants():
     yield run
     _C.set_isa(best)
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(autouse=True)
+def _small_sizes_too(monkeypatch):
+    """Patched modules run fused paths at every size; on a CPU small ones would run their own code."""
+    monkeypatch.setattr(_checked_lora, "WORTH_IT", 0)
+    monkeypatch.setattr(checked, "WORTH_IT", {})

@@ -98,6 +98,49 @@ def test_whole_range_of_the_activation(device, activation):
     assert gated_mlp(nan, torch.zeros_like(nan), activation).isnan().all()
 
 
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_gates_at_the_ends_of_the_range(device, dtype, activation):
+    """Where the formula has infinity times zero, the value and the slope are what they tend to."""
+    top, tiny = torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal
+    inf, small = float("inf"), tiny / 4
+    # gate, its activation, the slope there
+    rows = [
+        (inf, inf, 1.0),
+        (top, top, 1.0),
+        (-top, 0.0, 0.0),
+        (-inf, 0.0, 0.0),
+        (0.0, 0.0, 0.5),
+        (-0.0, 0.0, 0.5),
+    ]
+    rows += [(-x, 0.0, 0.0) for x in (2e13, 3e13, 1e20, 3e38) if x < top]
+    rows += [(x, x / 2, 0.5) for x in (small, -small, tiny, -tiny)]
+    rows += [(200.0, 200.0, 1.0), (-200.0, 0.0, 0.0)]
+    gate, value, slope = (torch.tensor(c, dtype=torch.float64).repeat(3) for c in zip(*rows, strict=True))
+    x = gate.to(device, dtype).requires_grad_()
+    up = torch.full_like(x, 2.0).requires_grad_()
+    y = gated_mlp(x, up, activation)
+    grad_x, grad_up = torch.autograd.grad(y, (x, up), torch.full_like(y, 3.0))
+    for got, want in ((y, 2 * value), (grad_x, 6 * slope), (grad_up, 3 * value)):
+        want = want.to(dtype)  # what is beyond its range is infinite
+        torch.testing.assert_close(got.detach().cpu(), want, rtol=1e-6, atol=float(tiny) / 8)
+    pair = torch.stack([x.detach(), up.detach()]).requires_grad_()
+    whole = torch.autograd.grad(
+        gated_mlp(pair.flatten(), activation=activation), pair, torch.full_like(y, 3.0)
+    )[0]
+    assert_bit_equal(whole, torch.stack([grad_x, grad_up]))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_nothing_is_kept_where_no_gradient_is_asked_for(device):
+    x = make_tensor((4, 48), dtype=torch.float32, device=device)
+    for y in (gated_mlp(x, x), gated_mlp(x)):
+        assert y.grad_fn is None
+    with torch.no_grad():
+        assert gated_mlp(x.requires_grad_(), x).grad_fn is None
+
+
 def test_the_tanh_form_and_not_the_exact_one():
     x = torch.linspace(-4, 4, 1001)
     exact, tanh = (torch.nn.functional.gelu(x.double(), approximate=a) for a in ("none", "tanh"))

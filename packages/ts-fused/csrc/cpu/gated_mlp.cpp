@@ -32,16 +32,18 @@ TS_INLINE f32x16 exponent(f32x16 x) {
 
 template <bool kGelu>
 TS_INLINE f32x16 activate(f32x16 x, f32x16 up) {
-  return x * sigmoid(exponent<kGelu>(x)).s * up;
+  const f32x16 least = at_least(x, -kGateLimit);
+  return least * sigmoid(exponent<kGelu>(least)).s * up;
 }
 
 // act'(x) = s + x s (1 - s) z'(x)
 template <bool kGelu>
 TS_INLINE void derive(f32x16 grad, f32x16 x, f32x16 up, f32x16& grad_gate, f32x16& grad_up) {
-  const Sigmoid g = sigmoid(exponent<kGelu>(x));
-  grad_up = grad * (x * g.s);
-  f32x16 slope = x * g.t;
-  if constexpr (kGelu) slope = slope * (kGeluLinear + x * x * (3.0f * kGeluCubic));
+  const f32x16 least = at_least(x, -kGateLimit), gate = at_most(least, kGateLimit);
+  const Sigmoid g = sigmoid(exponent<kGelu>(gate));
+  grad_up = grad * (least * g.s);
+  f32x16 slope = gate * g.t;
+  if constexpr (kGelu) slope = slope * (kGeluLinear + gate * gate * (3.0f * kGeluCubic));
   grad_gate = grad * up * (g.s * (1.0f + slope));
 }
 

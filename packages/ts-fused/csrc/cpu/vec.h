@@ -79,6 +79,19 @@ TS_INLINE Reg select(IntReg mask, Reg yes, Reg no) {
   return (Reg)((mask & (IntReg)yes) | (~mask & (IntReg)no));
 }
 
+// NaN stays NaN in both.
+TS_INLINE f32x16 at_least(f32x16 x, float low) {
+  const Reg bound = low - Reg{};
+  for (int k = 0; k < kParts; ++k) x.part[k] = select(x.part[k] < bound, bound, x.part[k]);
+  return x;
+}
+
+TS_INLINE f32x16 at_most(f32x16 x, float high) {
+  const Reg bound = high - Reg{};
+  for (int k = 0; k < kParts; ++k) x.part[k] = select(x.part[k] > bound, bound, x.part[k]);
+  return x;
+}
+
 TS_INLINE f32x16 max16(f32x16 a, f32x16 b) {
   for (int k = 0; k < kParts; ++k) a.part[k] = select(a.part[k] > b.part[k], a.part[k], b.part[k]);
   return a;

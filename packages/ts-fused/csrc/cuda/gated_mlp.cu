@@ -26,6 +26,10 @@ __device__ inline float exponent(float x) {
   return x * (kGeluLinear + x * x * kGeluCubic);
 }
 
+// NaN stays NaN in both, which fminf and fmaxf would not let it.
+__device__ inline float at_least(float x, float low) { return x < low ? low : x; }
+__device__ inline float at_most(float x, float high) { return x > high ? high : x; }
+
 // Rows of `parts` items of kVec elements; the quotient is taken in 32 bits where it fits.
 __device__ inline void place(int64_t item, int64_t parts, bool narrow_index, int64_t& row,
                              int64_t& part) {
@@ -52,9 +56,10 @@ __global__ void __launch_bounds__(kThreads)
     load<kVec>(static_cast<const T*>(a.up) + row * a.up_stride + i, up);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
+      const float least = at_least(x[j], -kGateLimit);
       float s, t;
-      sigmoid(exponent<kGelu>(x[j]), s, t);
-      x[j] = x[j] * s * up[j];
+      sigmoid(exponent<kGelu>(least), s, t);
+      x[j] = least * s * up[j];
     }
     store<kVec>(static_cast<T*>(a.y) + row * a.width + i, x);
   }
@@ -75,11 +80,12 @@ __global__ void __launch_bounds__(kThreads)
     load<kVec>(static_cast<const T*>(a.up) + row * a.up_stride + i, up);
 #pragma unroll
     for (int j = 0; j < kVec; ++j) {
+      const float least = at_least(x[j], -kGateLimit), gate = at_most(least, kGateLimit);
       float s, t;
-      sigmoid(exponent<kGelu>(x[j]), s, t);
-      float slope = x[j] * t;
-      if constexpr (kGelu) slope *= kGeluLinear + x[j] * x[j] * (3.0f * kGeluCubic);
-      const float grad_up = g[j] * (x[j] * s);
+      sigmoid(exponent<kGelu>(gate), s, t);
+      float slope = gate * t;
+      if constexpr (kGelu) slope *= kGeluLinear + gate * gate * (3.0f * kGeluCubic);
+      const float grad_up = g[j] * (least * s);
       x[j] = g[j] * up[j] * (s * (1.0f + slope));
       up[j] = grad_up;
     }

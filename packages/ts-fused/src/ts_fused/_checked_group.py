@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._checked_lora import lora_projection, run_lora, small_twin
+from ._checked_lora import lora_projection, run_lora, small_twin, worth_it
 from ._compare import Verdict, differences, random_tensor, run_with_gradients
-from .lora import lora_linears
+from .lora import lora_linears, run_projections
 
 __all__ = ["SharedInput", "check_group", "shared_inputs"]
 
@@ -70,7 +70,9 @@ class SharedInput:
                 if projection is None:
                     return None
                 projections.append(projection)
-            call.outs = dict(zip(map(id, self.layers), lora_linears(x, projections), strict=True))
+            if not worth_it(x, sum(each.weight.shape[0] for each in projections)):
+                return None
+            call.outs = dict(zip(map(id, self.layers), run_projections(x, projections), strict=True))
         # The very tensor, with the values that it had.
         if x is not call.x or _version(x) != call.version:
             return None

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from ._compare import Verdict, differences, hooked, random_linear, random_tensor, run_with_gradients
-from .lora import LoraAdapter, LoraProjection, lora_linear
+from .lora import LoraAdapter, LoraProjection, lora_linears, run_projections
 
-__all__ = ["check_lora", "looks_like_lora", "lora_projection", "run_lora", "small_twin"]
+__all__ = ["check_lora", "looks_like_lora", "lora_projection", "run_lora", "small_twin", "worth_it"]
 
 
 def looks_like_lora(module: Any) -> bool:
@@ -20,7 +20,11 @@ def looks_like_lora(module: Any) -> bool:
 
 
 def _plain_factor(module: Any) -> bool:
-    return type(module).forward is nn.Linear.forward and module.bias is None and not hooked(module)
+    return (
+        type(module).forward is nn.Linear.forward
+        and module._parameters["bias"] is None
+        and not hooked(module)
+    )
 
 
 def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
@@ -29,24 +33,28 @@ def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
     Its own code runs while adapters are disabled or merged, for DoRA and other variants, with dropout, with
     hooks on one of the parts, with a trained base, and where input and base differ in dtype.
     """
-    base = layer.base_layer
+    # Children from their dictionary: this runs at every call, and an attribute of a module costs a search.
+    parts = layer._modules
+    base = parts["base_layer"]
     if layer.disable_adapters or layer.merged or hooked(base):
         return None
-    variants = getattr(layer, "lora_variant", None) or {}
+    variants = layer.__dict__.get("lora_variant") or parts.get("lora_variant") or ()
+    factors_a, factors_b, dropouts = (parts[key]._modules for key in ("lora_A", "lora_B", "lora_dropout"))
     adapters = []
     for name in layer.active_adapters:
-        if name not in layer.lora_A:
+        if name not in factors_a:
             continue
-        a, b, dropout = layer.lora_A[name], layer.lora_B[name], layer.lora_dropout[name]
-        drops = not isinstance(dropout, nn.Identity) and layer.training and getattr(dropout, "p", 1.0) != 0.0
+        a, b, dropout = factors_a[name], factors_b[name], dropouts[name]
+        drops = type(dropout) is not nn.Identity and layer.training and getattr(dropout, "p", 1.0) != 0.0
         if name in variants or drops or not _plain_factor(a) or not _plain_factor(b):
             return None
-        if not (a.weight.is_floating_point() and a.weight.device == b.weight.device == x.device):
+        a, b = a._parameters["weight"], b._parameters["weight"]
+        if not (a.is_floating_point() and a.device == b.device == x.device):
             return None
-        adapters.append(LoraAdapter(a.weight, b.weight, float(layer.scaling[name])))
-    weight, bias = base.weight, base.bias
-    autocast = torch.is_autocast_enabled(x.device.type)
-    fits = autocast or (weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype))
+        adapters.append(LoraAdapter(a, b, float(layer.scaling[name])))
+    weight, bias = base._parameters["weight"], base._parameters["bias"]
+    fits = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
+    fits = fits or torch.is_autocast_enabled(x.device.type)
     if not fits or weight.requires_grad or weight.dim() != 2 or weight.device != x.device or x.dim() == 0:
         return None
     return LoraProjection(weight, adapters, bias)
@@ -84,9 +92,7 @@ def check_lora(layer: Any, device: torch.device, dtype: torch.dtype) -> Verdict:
             return Verdict(reason="its adapters are not plain ones: a variant, a bias, a hook")
         inputs = (x, *(t for adapter in projection.adapters for t in adapter[:2]))
         theirs = run_with_gradients(lambda x, *_, m=twin: type(m).forward(m, x), inputs)
-        ours = run_with_gradients(
-            lambda x, *_, p=projection: lora_linear(x, p.weight, p.adapters, p.bias), inputs
-        )
+        ours = run_with_gradients(lambda x, *_, p=projection: lora_linears(x, [p])[0], inputs)
         found = differences(ours, theirs, kind)
         if found.reason:
             return found
@@ -94,10 +100,20 @@ def check_lora(layer: Any, device: torch.device, dtype: torch.dtype) -> Verdict:
     return total.with_forward("linear", run_lora)
 
 
+# Multiplications of the base from which on a CPU one function beats PEFT's few: below, calls cost more
+# than what is saved. On a GPU it is launches that are saved, at every size.
+WORTH_IT = 1 << 26
+
+
+def worth_it(x: Tensor, width: int) -> bool:
+    """Whether layers of that many outputs in all gain by their fused path."""
+    return x.device.type != "cpu" or x.numel() * width >= WORTH_IT
+
+
 def run_lora(layer: Any, x: Any, *args: Any, **kwargs: Any) -> Any:
     """Run a layer: its fused path if the call is what was checked, else its own code."""
     if not args and not kwargs and isinstance(x, Tensor) and x.is_floating_point():
         projection = lora_projection(layer, x)
-        if projection is not None:
-            return lora_linear(x, projection.weight, projection.adapters, projection.bias)
+        if projection is not None and worth_it(x, projection.weight.shape[0]):
+            return run_projections(x, (projection,))[0]
     return type(layer).forward(layer, x, *args, **kwargs)

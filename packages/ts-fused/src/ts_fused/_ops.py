@@ -25,6 +25,7 @@ __all__ = [
     "gated_pair_backward",
     "label_counts",
     "loss_total",
+    "needs_graph",
     "rms_norm_backward",
     "rms_norm_forward",
     "rotary_heads",
@@ -50,6 +51,11 @@ def _mean_lanes() -> int:
 _MEAN_LANES = _mean_lanes()
 
 
+def needs_graph(a: Tensor, b: Tensor) -> bool:
+    """Whether autograd is to see an operation on the two; a node that nobody asks for costs as much."""
+    return torch.is_grad_enabled() and (a.requires_grad or b.requires_grad)
+
+
 def _expect_float(op: str, name: str, tensor: Tensor) -> None:
     if tensor.dtype not in FLOATS:
         raise ArgumentTypeError(message(op, name, f"a {_FLOAT_NAMES} tensor", str(tensor.dtype)))
@@ -65,6 +71,24 @@ def _expect_device(op: str, name: str, tensor: Tensor, like: Tensor) -> None:
 def _expect_shape(op: str, name: str, tensor: Tensor, shape: torch.Size | tuple[int, ...]) -> None:
     if tensor.shape != shape:
         raise ArgumentError(message(op, name, f"shape {tuple(shape)}", f"shape {tuple(tensor.shape)}"))
+
+
+def _expect_like(
+    op: str,
+    name: str,
+    tensor: Tensor,
+    like: Tensor,
+    of: str,
+    *,
+    shape: torch.Size | tuple[int, ...] | None = None,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Check one operand fully; shape and dtype are those of `like`, which is called `of`, unless given."""
+    _expect_shape(op, name, tensor, like.shape if shape is None else shape)
+    _expect_device(op, name, tensor, like)
+    if tensor.dtype != (like.dtype if dtype is None else dtype):
+        wanted = f"the dtype of {of}, {like.dtype}" if dtype is None else str(dtype)
+        raise ArgumentTypeError(message(op, name, wanted, str(tensor.dtype)))
 
 
 def _out_dtype(x: Tensor, weight: Tensor, offset: float) -> torch.dtype:
@@ -108,12 +132,8 @@ rms_norm_forward = _LIBRARY.define(
 
 
 def _check_add(x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float) -> None:
-    op = "add_rms_norm"
-    _check_norm(op, x, weight)
-    _expect_shape(op, "residual", residual, x.shape)
-    _expect_device(op, "residual", residual, x)
-    if residual.dtype != x.dtype:
-        raise ArgumentTypeError(message(op, "residual", f"the dtype of x, {x.dtype}", str(residual.dtype)))
+    _check_norm("add_rms_norm", x, weight)
+    _expect_like("add_rms_norm", "residual", residual, x, "x")
 
 
 def _empty_add(
@@ -152,21 +172,11 @@ def _check_backward(
     grad_sum: Tensor | None = None,
 ) -> None:
     op = "rms_norm_backward"
-    if grad_sum is not None:
-        _expect_shape(op, "grad_sum", grad_sum, x.shape)
-        _expect_device(op, "grad_sum", grad_sum, x)
-        if grad_sum.dtype != x.dtype:
-            raise ArgumentTypeError(message(op, "grad_sum", str(x.dtype), str(grad_sum.dtype)))
     _check_norm(op, x, weight)
-    _expect_shape(op, "grad_y", grad_y, x.shape)
-    _expect_shape(op, "rstd", rstd, x.shape[:-1])
-    for name, tensor, dtype in (
-        ("grad_y", grad_y, _out_dtype(x, weight, offset)),
-        ("rstd", rstd, torch.float32),
-    ):
-        _expect_device(op, name, tensor, x)
-        if tensor.dtype != dtype:
-            raise ArgumentTypeError(message(op, name, str(dtype), str(tensor.dtype)))
+    _expect_like(op, "grad_y", grad_y, x, "x", dtype=_out_dtype(x, weight, offset))
+    _expect_like(op, "rstd", rstd, x, "x", shape=x.shape[:-1], dtype=torch.float32)
+    if grad_sum is not None:
+        _expect_like(op, "grad_sum", grad_sum, x, "x")
 
 
 def _empty_backward(
@@ -244,10 +254,7 @@ def _check_rows(
             message(op, "logits", "a contiguous (rows, vocab >= 1) tensor", f"shape {tuple(logits.shape)}")
         )
     for name, tensor, dtype in (("targets", targets, torch.int64), ("losses", losses, torch.float32)):
-        if tensor.dtype != dtype:
-            raise ArgumentTypeError(message(op, name, str(dtype), str(tensor.dtype)))
-        _expect_shape(op, name, tensor, (logits.shape[0],))
-        _expect_device(op, name, tensor, logits)
+        _expect_like(op, name, tensor, logits, "logits", shape=logits.shape[:1], dtype=dtype)
         if not tensor.is_contiguous():
             raise ArgumentError(message(op, name, "a contiguous tensor", f"strides {tensor.stride()}"))
 
@@ -404,15 +411,15 @@ def _check_gated(op: str, gate: Tensor, **others: Tensor) -> None:
             message(op, "gate", "a last dimension of at least 1", f"shape {tuple(gate.shape)}")
         )
     for name, tensor in others.items():
-        _expect_shape(op, name, tensor, gate.shape)
-        _expect_device(op, name, tensor, gate)
-        if tensor.dtype != gate.dtype:
-            raise ArgumentTypeError(message(op, name, f"the dtype of gate, {gate.dtype}", str(tensor.dtype)))
+        _expect_like(op, name, tensor, gate, "gate")
 
 
 def _rows_of(tensor: Tensor) -> Tensor:
-    """View as (rows, width) with rows without gaps; copied only where that is impossible."""
-    return _packed_rows(tensor).reshape(-1, tensor.shape[-1])
+    """View as (rows, width) with rows without gaps; copied only where that is impossible.
+
+    What is contiguous is that already, whatever its shape.
+    """
+    return tensor if tensor.is_contiguous() else _packed_rows(tensor).reshape(-1, tensor.shape[-1])
 
 
 def _gated_forward(gate: Tensor, up: Tensor, gelu: bool) -> Tensor:

@@ -95,6 +95,8 @@ def gated_mlp(gate: Tensor, up: Tensor | None = None, activation: str = "silu") 
             given = f"shape {tuple(gate.shape)}"
             raise ArgumentError(message("gated_mlp", "gate", "an even last dimension without up", given))
         result = _GatedPair.apply(gate, gelu)  # type: ignore[no-untyped-call]
+    elif not _ops.needs_graph(gate, up):
+        result = _ops.gated_forward(gate, up, gelu)
     else:
         result = _Gated.apply(gate, up, gelu)  # type: ignore[no-untyped-call]
     return result

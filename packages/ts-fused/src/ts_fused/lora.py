@@ -203,9 +203,12 @@ def _gradients_of_a(
     dtypes = [a.dtype for piece in pieces for a, _ in piece.factors]
     together = back.t() @ rows
     # Each gets memory of its own: a view would keep all of them alive, and share a version counter.
+    if len(ranks) == 1:
+        results[places[0]] = together.to(dtypes[0])
+        return
     for place, part, dtype in zip(places, torch.split(together, ranks), dtypes, strict=True):
         if needs[2 + place]:
-            results[place] = part.to(dtype) if len(ranks) == 1 or dtype != part.dtype else part.clone()
+            results[place] = part.to(dtype) if dtype != part.dtype else part.clone()
 
 
 def _gradient_of_x(
@@ -323,19 +326,29 @@ def lora_linears(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tens
     if x.dim() == 0 or not projections:
         given = f"{x.dim()} dimensions, {len(projections)} projections"
         raise ArgumentError(message("lora_linear", "x, projections", "at least one of each", given))
-    kind = x.device.type
-    autocast = torch.is_autocast_enabled(kind) and x.dtype != torch.float64
-    if autocast:
-        x = x.to(torch.get_autocast_dtype(kind))
+    autocast = _autocast_dtype(x)
     for projection in projections:
-        _check(x, projection, x.dtype, autocast)
+        _check(x, projection, autocast or x.dtype, autocast is not None)
+    return run_projections(x, projections)
+
+
+def _autocast_dtype(x: Tensor) -> torch.dtype | None:
+    kind = x.device.type
+    if x.dtype == torch.float64 or not torch.is_autocast_enabled(kind):
+        return None
+    return torch.get_autocast_dtype(kind)
+
+
+def run_projections(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
+    """Do what `lora_linears` does, without looking at the arguments."""
+    autocast = _autocast_dtype(x)
     flat = [_flatten(projection) for projection in projections]
-    forms = tuple(form for form, _ in flat)
+    forms = tuple([form for form, _ in flat])
     tensors = [tensor for _, some in flat for tensor in some]
     outs: tuple[Tensor, ...]
-    if autocast:
-        with torch.autocast(kind, enabled=False):
-            outs = _LoraLinears.apply(x, forms, *tensors)  # type: ignore[no-untyped-call]
+    if autocast is not None:
+        with torch.autocast(x.device.type, enabled=False):
+            outs = _LoraLinears.apply(x.to(autocast), forms, *tensors)  # type: ignore[no-untyped-call]
     else:
         outs = _LoraLinears.apply(x, forms, *tensors)  # type: ignore[no-untyped-call]
     return outs

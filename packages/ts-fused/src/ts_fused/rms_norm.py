@@ -118,7 +118,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
     _expect_tensors("rms_norm", x=x, weight=weight)
     eps = number("eps", eps, minimum=0.0)
     offset = number("offset", offset)
-    result: Tensor = _RMSNorm.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
+    result: Tensor
+    if not _ops.needs_graph(x, weight):
+        result = _ops.rms_norm_forward(x, weight, eps, offset)[0]
+    else:
+        result = _RMSNorm.apply(x, weight, eps, offset)  # type: ignore[no-untyped-call]
     return result
 
 

@@ -121,5 +121,8 @@ def rotary(
     if cos.dim() == 2 or cos.shape[0] == 1:
         cos, sin = (angle.expand(q.shape[0], *angle.shape[-2:]) for angle in (cos, sin))
     cos, sin = cos.detach(), sin.detach()
-    q, k = _Rotary.apply(q, k, cos, sin, dim, interleaved)  # type: ignore[no-untyped-call]
+    if not _ops.needs_graph(q, k):
+        q, k = _ops.rotary_heads(q, k, cos, sin, dim, interleaved, False)
+    else:
+        q, k = _Rotary.apply(q, k, cos, sin, dim, interleaved)  # type: ignore[no-untyped-call]
     return (q.transpose(1, 2), k.transpose(1, 2)) if unsqueeze_dim == 1 else (q, k)

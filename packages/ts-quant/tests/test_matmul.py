@@ -172,6 +172,19 @@ def test_transposed_bytes_without_alignment(isa):
     assert_bit_equal(out.view(48, 33), memory[1:].view(33, 48).t().contiguous())
 
 
+@pytest.mark.parametrize("codec", CODECS)
+def test_rows_cut_out_of_a_weight_multiply_as_they_do_in_it(codec):
+    weight, x = weight_of(codec, (384, 512)), make_tensor((3, 512), dtype=BF16)
+    first = 128 if codec == "fp8_block" else 17
+    part = weight[first : first + 128]
+    assert isinstance(part, QuantizedTensor)
+    with emulated():
+        whole, cut = nn.functional.linear(x, weight), nn.functional.linear(x, part)
+    assert_bit_equal(cut, whole[:, first : first + 128].contiguous())
+    operand = PRODUCTS[codec].weight(part.packed, part.shape)
+    assert operand.scale.storage_offset() * operand.scale.element_size() % 16 == 0
+
+
 @pytest.mark.parametrize("codec", ["fp8_row", "fp8_block"])
 def test_the_transposed_weight_of_fp8_is_exact(codec):
     product, shape = PRODUCTS[codec], (512, 1024)

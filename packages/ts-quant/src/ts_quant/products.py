@@ -92,6 +92,11 @@ def _own(parts: Mapping[str, Part], like: torch.Tensor) -> dict[str, torch.Tenso
     return {name: torch.empty(shape, dtype=kind, device=like.device) for name, (kind, shape) in parts.items()}
 
 
+def _aligned(scale: torch.Tensor) -> torch.Tensor:
+    """Return scales that begin at 16 bytes, as vector loads want them: rows cut out of a weight may not."""
+    return scale.clone() if scale.storage_offset() % 4 else scale
+
+
 class _Row(Product):
     kind, step = "row", 16
 
@@ -103,7 +108,7 @@ class _Row(Product):
         return Operand(codes.view(_FP8).view(x.shape), scale.view(-1, 1))
 
     def weight(self, packed: Packed, shape: Sequence[int]) -> Operand:
-        return Operand(packed["codes"].view(_FP8).view(tuple(shape)), packed["scale"].view(-1, 1))
+        return Operand(packed["codes"].view(_FP8).view(tuple(shape)), _aligned(packed["scale"]).view(-1, 1))
 
     def gradient(self, grad: torch.Tensor, packed: Packed) -> Operand:
         # One rounding of the product: bf16, as the gradient was.
@@ -140,9 +145,8 @@ class _Block(_Row):
 
     def weight(self, packed: Packed, shape: Sequence[int]) -> Operand:
         rows, columns = shape
-        return Operand(
-            packed["codes"].view(_FP8).view(rows, columns), packed["scale"].view(-(-rows // 128), -1)
-        )
+        scale = _aligned(packed["scale"]).view(-(-rows // 128), -1)
+        return Operand(packed["codes"].view(_FP8).view(rows, columns), scale)
 
     def gradient(self, grad: torch.Tensor, packed: Packed) -> Operand:
         return self.activation(grad)

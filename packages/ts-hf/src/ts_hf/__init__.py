@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from .losses import backbone, causal_lm_loss_for, count_items
     from .packing import PackedCollator, best_fit, pack_sequences
     from .preference import reference_logprobs, sequence_logprobs_for
+    from .quantizer import TrainStreamConfig
     from .safetensors_reader import SafetensorsReader
     from .saving import save_model, save_safetensors
     from .tokens import stdlib_text, text_dataset
@@ -31,6 +32,7 @@ _HOME = {
     "Checkpoint": "checkpoint",
     "PackedCollator": "packing",
     "SafetensorsReader": "safetensors_reader",
+    "TrainStreamConfig": "quantizer",
     "backbone": "losses",
     "best_fit": "packing",
     "causal_lm_loss_for": "losses",
@@ -59,6 +61,7 @@ __all__ = [
     "Checkpoint",
     "PackedCollator",
     "SafetensorsReader",
+    "TrainStreamConfig",
     "backbone",
     "best_fit",
     "causal_lm_loss_for",

@@ -172,18 +172,20 @@ def build_model(
     from transformers import initialization
 
     config = copy.deepcopy(config)
-    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}) and not trust_remote_code:
-        auto = transformers.AutoModelForCausalLM
-        if type(config) not in auto._model_mapping:
+    auto = transformers.AutoModelForCausalLM
+    if "AutoModelForCausalLM" in (getattr(config, "auto_map", None) or {}):
+        if not trust_remote_code and type(config) not in auto._model_mapping:
             raise OptionError(
                 "option trust_remote_code: this model's code comes with its checkpoint; it runs only with "
                 "trust_remote_code=True"
             )
+    elif type(config) not in auto._model_mapping:
+        # Text and images: a language model that takes both, where there is no class for text alone.
+        both = transformers.AutoModelForImageTextToText
+        auto = both if type(config) in both._model_mapping else auto
     with empty_parameters(keep_numel), initialization.no_tie_weights():
         try:
-            model = transformers.AutoModelForCausalLM.from_config(
-                config, dtype=dtype, trust_remote_code=trust_remote_code
-            )
+            model = auto.from_config(config, dtype=dtype, trust_remote_code=trust_remote_code)
         except ValueError as error:
             if "Unrecognized configuration class" in str(error):
                 known = type(config).__name__

@@ -251,7 +251,8 @@ def _modelopt(stored: Mapping[str, Any]) -> Scheme:
     }
     if algorithm == "FP8":
         return Scheme("modelopt fp8", _FP8_SUFFIXES, ("weight", "weight_scale"), _fp8(None), refused)
-    if algorithm != "NVFP4":
+    # W4A16: the same weights, and activations that nobody rounds.
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
         raise _unknown(f"modelopt with quant_algo {algorithm!r}", "its quant_algo NVFP4 and FP8")
     pieces = ("weight", "weight_scale", "weight_scale_2")
     suffixes = {f".{piece}": (".weight", piece) for piece in pieces}

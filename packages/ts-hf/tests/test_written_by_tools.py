@@ -69,6 +69,11 @@ def kept_and_trained(folder, codec, original, within):
         assert torch.equal(weight.dequantize(), as_published(name, stored).to(torch.bfloat16)), name
         error = (weight.dequantize().float() - original[name]).norm() / original[name].norm()
         assert float(error) <= within, (name, float(error))
+    adapters_train_on(model)
+
+
+def adapters_train_on(model):
+    packed = packed_of(model)
     before = {(n, k): raw(part) for n, w in packed.items() for k, part in w.packed.items()}
     torch.manual_seed(2)
     adapted = peft.get_peft_model(
@@ -164,3 +169,26 @@ def set_scales(module, args):
         module.weight_scale.data.fill_(float(weight.abs().max()) / 448.0)
     if getattr(module, "input_scale", None) is not None:
         module.input_scale.data.fill_(1.0)
+
+
+@pytest.mark.parametrize("kind", ["Q4_0", "Q4_1", "Q8_0"])
+def test_gguf(tmp_path, kind, tokenizer, monkeypatch):
+    package = pytest.importorskip("gguf")
+    written = pytest.importorskip("test_gguf_packed")
+
+    def rows_of(kind, shape):
+        form = package.GGMLQuantizationType[kind]
+        rows = package.quants.quantize((torch.randn(shape) * 0.05).numpy(), form)
+        values = package.quants.dequantize(rows, form).reshape(shape)
+        return torch.from_numpy(rows.copy()), torch.from_numpy(values.copy())
+
+    monkeypatch.setattr(written, "random_rows", rows_of)
+    expected, rows = written.write(tmp_path / "m.gguf", tokenizer, kind)
+    model = load_model(tmp_path / "m.gguf", dtype="fp32")
+    packed = packed_of(model)
+    assert len(packed) == 14
+    for name, weight in packed.items():
+        assert weight.codec == f"gguf_{kind.lower()}"
+        assert torch.equal(weight.packed["blocks"], rows[name].flatten())
+        assert torch.equal(weight.dequantize(), expected.get_parameter(name))
+    adapters_train_on(model)

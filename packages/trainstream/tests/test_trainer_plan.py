@@ -61,7 +61,8 @@ def test_it_holds_placement_numerics_and_version(tmp_path):
 
 
 def test_what_was_left_open_is_forced_and_placement_is_not(tmp_path):
-    made = wrapped(quantize="nf4", quant_block_size=32, keep_precise=0.5, error_rank=2, double_quant=True)
+    packing = {"quant_block_size": 32, "keep_precise": 0.5, "error_rank": 2, "double_quant": True}
+    made = wrapped(quantize="nf4", **packing, outliers=0.02)
     saved = saved_by(made, tmp_path)
     forced = saved.force({"param_offload": True, "moment_dtype": "auto"}, build())
     assert forced == {
@@ -76,6 +77,9 @@ def test_what_was_left_open_is_forced_and_placement_is_not(tmp_path):
         "error_rank": 2,
         "error_iters": 1,
         "double_quant": True,
+        "outliers": 0.02,
+        "fp8_backward": False,
+        "nvfp4_backward": False,
     }
     again = wrapped(**forced, disk_offload=str(tmp_path))
     saved.check(session_of(again))
@@ -93,6 +97,8 @@ def test_what_was_left_open_is_forced_and_placement_is_not(tmp_path):
         ({"quantize": "nf4"}, "quant_block_size", 128),
         ({}, "quantize", "nf4"),
         ({"quantize": "nf4", "keep_precise": 0.5}, "keep_precise", 0.25),
+        ({"quantize": "nvfp4", "outliers": 0.02}, "outliers", 0.05),
+        ({"quantize": "fp8_row", "fp8_backward": True}, "fp8_backward", False),
         ({"quantize": "nf4", "error_rank": 2}, "error_rank", 4),
         ({"quantize": "nf4", "double_quant": True}, "double_quant", False),
         ({"quantize": "nf4"}, "kernels", False),

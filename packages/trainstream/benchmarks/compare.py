@@ -11,6 +11,7 @@ also appended to ``--out``.
         --engines stock,torchao,torchao-grads,deepspeed,trainstream-full,trainstream-full-bf16
     python compare.py --scenario full1.5b --engines trainstream-full --wrap vram_budget=16GiB \
         moment_dtype=int8 --profile 3 --out-trace full.json.gz
+    python compare.py --engines trainstream-nf4 --kernels true --fused-lora true --attention auto --profile 3
     python compare.py --scenario lora7b --tokens 8192 \
         --engines trainstream,trainstream-offload,trainstream-recompute,stock-ckpt,stock-save-on-cpu
 
@@ -75,6 +76,7 @@ SCENARIOS = {
 WARMUP = 3
 PHASES = {"fwd": "forward", "bwd": "backward"}
 SETTLE = 40  # steps after which a session that still adapts is timed all the same
+NAMED = ("kernels", "fused_lora", "attention")  # options of wrap() with a flag of their own
 PARTS = "parts:"  # before an engine's name: its model and its optimizer, each alone
 
 
@@ -385,6 +387,7 @@ def profile(args: argparse.Namespace, loop: Loop) -> dict:
     found: dict[str, Any] = {
         "traced_step_s": round(statistics.median(loop.times[first + 1 :]), 5),
         **timeline.summary(timeline.analyze(trace)),
+        **measure.launches(trace, args.profile + 1),
     }
     if args.out_trace:
         path = args.out_trace
@@ -537,6 +540,9 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--wrap", type=option, nargs="+", action="extend", default=[], metavar="KEY=VALUE", help="for wrap()"
     )
+    for name in NAMED:  # beside --wrap, which may say the same
+        value, flag = (lambda text: option(f"value={text}")[1]), f"--{name.replace('_', '-')}"
+        made.add_argument(flag, type=value, default=argparse.SUPPRESS, help=f"wrap({name}=...)")
     made.add_argument("--clip", type=float, help="largest norm of the gradients")
     made.add_argument("--cap-gb", type=float, default=0.0, help="GiB that PyTorch may take on the GPU")
     made.add_argument("--ram-gb", type=float, default=0.0, help="GiB of RAM at which a run is given up")
@@ -556,7 +562,7 @@ def main() -> int:
     """Run the engines in turn."""
     words = sys.argv[1:]
     args = parser().parse_args(words)
-    args.wrap = dict(args.wrap)
+    args.wrap = {name: vars(args)[name] for name in NAMED if name in vars(args)} | dict(args.wrap)
     if args.smoke:
         args.scenario, args.steps, args.equality, args.profile = "tiny", 2, True, 1
         args.engines = "trainstream,trainstream-stream"

@@ -24,6 +24,7 @@ __all__ = [
     "digest",
     "host_bytes",
     "host_tensor_bytes",
+    "launches",
     "link_rate",
     "machine",
     "optimizer_alone",
@@ -316,6 +317,19 @@ def optimizer_alone(parameters: Any, device: str, options: dict[str, Any], lr: f
         "adamw_parameters_per_s": round(sum(p.numel() for p in host) / statistics.median(alone)),
         "adamw_threads": options.get("threads") or torch.get_num_threads(),
     }
+
+
+def launches(trace: dict, steps: int) -> dict:
+    """What the host launches for a step: kernels, captured graphs and copies; and the kernels that ran."""
+    calls = [e["name"] for e in trace["traceEvents"] if e.get("cat") in ("cuda_runtime", "cuda_driver")]
+    kernels = sum(e.get("cat") == "kernel" for e in trace["traceEvents"])
+    found = {
+        "kernel_launches": sum("LaunchKernel" in name for name in calls),
+        "graph_launches": sum("GraphLaunch" in name for name in calls),
+        "copy_launches": sum("Memcpy" in name or "Memset" in name for name in calls),
+        "kernels": kernels,
+    }
+    return {"launches_per_step": {key: round(count / steps, 1) for key, count in found.items()}}
 
 
 def machine() -> dict:

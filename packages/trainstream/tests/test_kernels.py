@@ -398,8 +398,10 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("packed", [False, True])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    ("family", "packed"),
+    [(f, p) for i, f in enumerate(FAMILIES) for p in (False, True) if NIGHTLY or p == bool(i % 2)],
+)
 def test_loss_curves_are_those_of_the_models_own_code(family, packed):
     ours, theirs = make(family), make(family)
     for model in (ours, theirs):
@@ -411,9 +413,9 @@ def test_loss_curves_are_those_of_the_models_own_code(family, packed):
     ours, optimizer = trainstream.wrap(ours, adamw(ours.parameters()), quantize=None, **FUSED)
     counts = tuple(len(rows_of(ours, kind=k, fused=True)) for k in ("rms_norm", "rotary", "gated_mlp"))
     assert counts == FAMILIES[family], rows_of(ours, fused=False)
-    steps = 12
+    steps = 8
     got, want = curve(ours, optimizer, steps), curve(theirs, adamw(theirs.parameters()), steps)
-    assert want[-1] < 0.95 * want[0] or packed
+    assert want[-1] < 0.97 * want[0] or packed
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=2e-3, atol=1e-4)
     assert any(isinstance(p, QuantizedTensor) for p in ours.parameters()) == packed
     trainstream.unwrap(ours)
@@ -423,7 +425,7 @@ def test_adapters_in_bf16_learn_as_they_did():
     plain = lora_model("nf4", torch.bfloat16)
     ours = copy.deepcopy(plain)
     ours, optimizer = trainstream.wrap(ours, adamw(ours.parameters()), quantize=None)
-    got, want = curve(ours, optimizer, 20), curve(plain, adamw(plain.parameters()), 20)
+    got, want = curve(ours, optimizer, 16), curve(plain, adamw(plain.parameters()), 16)
     assert want[-1] < 0.95 * want[0]
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=0.02, atol=0.02)
     trainstream.unwrap(ours)
@@ -431,7 +433,7 @@ def test_adapters_in_bf16_learn_as_they_did():
 
 # The compiler makes an instance of every autograd function, which torch itself advises against.
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("when", ["before", "after"] if NIGHTLY else ["after"])
 def test_a_compiled_model_runs_fused_paths(when):
     torch.compiler.reset()
     plain = lora(tiny_llama(num_hidden_layers=1), target_modules=["q_proj", "v_proj", "up_proj"]).eval()

@@ -632,6 +632,17 @@ def test_check_input_gradients_names_the_weight(monkeypatch):
     assert check_input_gradients(model) == 3  # decoded here
 
 
+def test_of_a_large_weight_some_rows_are_looked_at(monkeypatch):
+    model = nn.Sequential(nn.Linear(1024, 4096, bias=False, dtype=BF16))
+    packed = quantize(model[0].weight.detach(), "fp8_row")
+    model[0].weight = nn.Parameter(packed, requires_grad=False)
+    shapes = []
+    original = verify.gradient_error
+    monkeypatch.setattr(verify, "gradient_error", lambda w: shapes.append(tuple(w.shape)) or original(w))
+    assert check_input_gradients(model) == 1
+    assert shapes == [(2048, 1024)]
+
+
 # -- compiled
 
 

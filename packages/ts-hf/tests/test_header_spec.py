@@ -176,8 +176,10 @@ def test_a_known_family_needs_one_small_read(hub, folder):
 
 
 def test_what_a_hub_does_not_have(hub):
-    with pytest.raises(StorageError, match="404: there is no such model"):
+    with pytest.raises(StorageError, match=r"no 'someone/else' here, .*404: there is no such model"):
         find_spec("someone/else", endpoint=hub[1])
+    with pytest.raises(OptionError, match="expected a folder, a file or a name"):
+        find_spec(" ")
     with pytest.raises(StorageError, match="cannot be read"):
         http_fetch("http://127.0.0.1:1/x", 0, 8)
 

@@ -296,6 +296,8 @@ def find_spec(
         CheckpointError: A file is broken, or says too little.
         StorageError: A file or the hub cannot be read.
     """
+    if not name.strip():
+        raise OptionError(f"option model: expected a folder, a file or a name on the hub, given {name!r}")
     path = Path(name).expanduser()
     if path.is_dir():
         return _of_folder(path, name, dtype)
@@ -456,7 +458,11 @@ def _cached(name: str) -> Path | None:
 
 def _of_hub(name: str, base: str, fetch: Fetch, dtype: str | None = None) -> ModelSpec:
     where = f"{base}/config.json"
-    config = _with(_json(fetch(where, 0, _SMALL), where), dtype)
+    try:
+        found = fetch(where, 0, _SMALL)
+    except StorageError as error:
+        raise StorageError(f"there is no {name!r} here, and the hub did not give it: {error}") from error
+    config = _with(_json(found, where), dtype)
     known = config.get("model_type") in FAMILIES
     if known and described(config) is None:
         return spec_from_config(config, source=name)

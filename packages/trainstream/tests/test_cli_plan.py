@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import struct
 
 import pytest
 from typer.testing import CliRunner
@@ -153,6 +154,7 @@ def test_what_is_stored_packed_stays_so_unless_every_weight_is_trained(ask):
     [
         (("--vram", "lots"), "vram"),
         (("--vram", "0"), "vram"),
+        (("--vram", "24"), "write the unit too, as in 24GiB"),
         (("--quantize", "nf5"), "quantize"),
         (("--full", "--quantize", "nf4"), "packed weights are frozen"),
         (("--batch", "4", "--micro-batch", "3"), "divisor"),
@@ -167,6 +169,48 @@ def test_mistakes_are_one_line(ask, words, text):
     assert result.exit_code == 2
     assert len(result.stderr.strip().splitlines()) == 1
     assert text in result.stderr
+
+
+def test_weights_count_as_they_are_loaded(ask):
+    spec = answer(ask(SMALL, *MACHINE, "--json"))["model"]
+    assert spec["bytes"] == 2 * spec["parameters"]
+    assert answer(ask({**SMALL, "torch_dtype": "float32"}, *MACHINE, "--json"))["model"] == spec
+
+
+def gguf(path, kind, layers=2, hidden=256, inner=512, vocabulary=64):
+    """The header of a Llama in a GGUF file, as published: version 3, values, tensors."""
+
+    def text(value):
+        return struct.pack("<Q", len(value)) + value.encode()
+
+    values = {"block_count": layers, "embedding_length": hidden, "attention.head_count": 4}
+    data = text("general.architecture") + struct.pack("<I", 8) + text("llama")
+    for name, value in values.items():
+        data += text(f"llama.{name}") + struct.pack("<II", 4, value)
+    shapes = {"token_embd.weight": (vocabulary, hidden), "output_norm.weight": (hidden,)}
+    for i in range(layers):
+        shapes |= {f"blk.{i}.attn_{part}.weight": (hidden, hidden) for part in ("q", "k", "v", "output")}
+        shapes |= {f"blk.{i}.ffn_{part}.weight": (inner, hidden) for part in ("gate", "up")}
+        shapes |= {f"blk.{i}.ffn_down.weight": (hidden, inner), f"blk.{i}.attn_norm.weight": (hidden,)}
+    for name, shape in shapes.items():
+        data += text(name) + struct.pack(f"<I{len(shape)}Q", len(shape), *reversed(shape))
+        data += struct.pack("<IQ", kind if len(shape) == 2 else 0, 0)
+    path.write_bytes(b"GGUF" + struct.pack("<IQQ", 3, len(shapes), len(values) + 1) + data)
+    return sum(n * m for n, *ms in shapes.values() for m in ms or [1])
+
+
+@pytest.mark.parametrize(("kind", "each"), [(12, 144 / 256), (8, 34 / 32), (1, 2)])
+def test_a_gguf_file_or_its_folder(tmp_path, kind, each):
+    numel = gguf(tmp_path / "m.gguf", kind)
+    for place in (tmp_path / "m.gguf", tmp_path):
+        found = answer(CliRunner().invoke(app, ["plan", str(place), *MACHINE, "--json"]))
+        assert found["fits"]
+        model = found["model"]
+        assert model["parameters"] == numel
+        packed = 2 * (4 * 256 * 256 + 3 * 256 * 512)
+        assert model["bytes"] == packed * each + 2 * (numel - packed)
+        codecs = {b["codec"] for b in found["plan"]["blocks"] if b["kind"] == "block"}
+        assert codecs == {{12: "gguf_q4_k", 8: "gguf_q8_0", 1: "none"}[kind]}
 
 
 def test_a_model_that_is_not_there(tmp_path):

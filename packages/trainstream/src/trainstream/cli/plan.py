@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["Asked", "command", "run"]
 
 _SIZE = "Bytes or a size such as 24GiB"
+_LEAST = 1 << 20  # bytes; what is less was meant in another unit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +48,8 @@ def command(
     model: Annotated[
         str,
         typer.Argument(
-            metavar="MODEL", help="A folder, a config.json, a safetensors file, or a model's name on the hub."
+            metavar="MODEL",
+            help="A folder, a config.json, a safetensors or GGUF file, or a model's name on the hub.",
         ),
     ],
     vram: Annotated[
@@ -106,6 +108,8 @@ def _size(name: str, value: str) -> int:
     size = parse_bytes(int(value) if value.isdigit() else value, name=name)
     if size < 0 or (size == 0 and name != "disk"):
         raise OptionError(f"option {name}: expected a size above 0, such as 24GiB, given {value!r}")
+    if 0 < size < _LEAST:
+        raise OptionError(f"option {name}: {value} is {size} bytes; write the unit too, as in {value}GiB")
     return size
 
 
@@ -284,7 +288,7 @@ def run(console: Console, asked: Asked) -> int:
     room, cpu = _room(asked)
     job = _job(asked, cpu)
     hardware, source = _profile(asked, cpu)
-    spec = find_spec(asked.model)
+    spec = find_spec(asked.model, dtype="bfloat16")  # as load_model and finetune hold it
     if not job.lora_rank:
         spec = _decoded(spec)
     elif _is_packed(spec):

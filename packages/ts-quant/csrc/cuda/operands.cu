@@ -95,8 +95,13 @@ void launch_transpose_bytes(const uint8_t* in, uint8_t* out, int64_t rows, int64
 uint64_t capture_id(void* stream_pointer) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;
-  cuda_check(cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream_pointer), &status, &id),
-             "capture_id");
+  const cudaError_t asked =
+      cudaStreamGetCaptureInfo(static_cast<cudaStream_t>(stream_pointer), &status, &id);
+  if (asked == cudaErrorStreamCaptureImplicit) {  // the legacy stream, while another one captures
+    (void)cudaGetLastError();
+    return 0;
+  }
+  cuda_check(asked, "capture_id");
   return status == cudaStreamCaptureStatusNone ? 0 : static_cast<uint64_t>(id) + 1;
 }
 

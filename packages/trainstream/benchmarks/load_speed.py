@@ -168,12 +168,10 @@ def load_once(folder: Path, form: str, device: str, offload: str, threads: int, 
         words["quantize"] = None
     if form == "disk_offload":
         words |= {"disk_offload": offload, "device": "cpu"}
-    from transformers.models.llama import modeling_llama  # noqa: F401  imports are not part of a load
-
-    if form not in ("none", "disk_offload"):
-        from ts_quant import quantize
-
-        quantize(torch.zeros(256, 256, device=device), form)  # nor is the start of kernels and threads
+    # Imports, and the start of kernels and threads, are no part of a load.
+    load_model(
+        config_of("tiny"), random_weights=True, **{k: v for k, v in words.items() if k != "disk_offload"}
+    )
     paths = files_of(folder)
     if not warm:
         drop_pages(paths)

@@ -345,7 +345,7 @@ def compare(routes: list[str], recipe: Recipe) -> bool:
     print(
         json.dumps(
             {
-                "model": recipe.model,
+                "model": Path(recipe.model).name,
                 "quantize": recipe.quantize,
                 "dtype": recipe.dtype,
                 "steps": recipe.steps,
@@ -401,6 +401,12 @@ def main() -> int:
             dropout=arguments.dropout,
             rate=5e-4,
         )
+        if arguments.model == "smollm2" and not arguments.smoke:
+            # A GGUF file is kept as it is stored; as plain weights it can be packed like any other model.
+            from ts_hf import save_as_safetensors, smollm2_path
+
+            save_as_safetensors(smollm2_path(), place / "smollm2")
+            recipe = replace(recipe, model=str(place / "smollm2"))
         if arguments.smoke:
             model, data = tiny_model(place)
             recipe = replace(recipe, model=model, data=data, steps=8, length=24, rate=5e-3)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig, get_peft_model
 from tiny_models import tiny_config
 from torch.nn import functional as F
@@ -613,3 +614,43 @@ def test_state_stays_where_wrap_put_it(tmp_path, monkeypatch):
     monkeypatch.setattr("accelerate.optimizer.move_to_device", lambda state, device: moved.append(1) or state)
     run(tmp_path, build(), random_rows(1))
     assert not moved
+
+
+@pytest.mark.parametrize("kind", ["BartForConditionalGeneration", "BartForCausalLM"])
+def test_labels_that_are_not_shifted_stay_so(tmp_path, kind):
+    small = {f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")}
+    config = transformers.BartConfig(
+        vocab_size=97, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, dropout=0.0, **small
+    )
+    made = []
+    for cls in (Trainer, TrainStreamTrainer):
+        torch.manual_seed(0)
+        model = getattr(transformers, kind)(config)
+        for name, parameter in model.named_parameters():
+            if kind == "BartForCausalLM" and "encoder_attn" in name:
+                parameter.requires_grad_(False)  # without an encoder nothing reaches it
+        args = arguments(tmp_path, max_steps=2, gradient_accumulation_steps=2)
+        made.append(cls(model=model, args=args, train_dataset=random_rows(6)))
+        made[-1].train()
+    stock, ours = ([entry["loss"] for entry in t.state.log_history if "loss" in entry] for t in made)
+    assert ours == pytest.approx(stock, rel=1e-5)
+    for (key, p), q in zip(made[1].model.named_parameters(), made[0].model.parameters(), strict=True):
+        if "k_proj.bias" not in key:  # its gradient is rounding alone: a softmax does not see it
+            torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-4, atol=1e-5, msg=key)
+
+
+def test_labels_that_a_collator_has_shifted_are_not_shifted_again(tmp_path):
+    labels = torch.tensor([[5, 6, -100, 7, 8, 9]])
+    rows = {"input_ids": torch.tensor([[1, 5, 6, 2, 7, 8]]), "labels": labels}
+    shifted = torch.nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+    model = build()
+    trainer = TrainStreamTrainer(model=model, args=arguments(tmp_path), train_dataset=random_rows(2))
+    inputs = {**rows, "shift_labels": shifted}
+    count = trainer._get_num_items_in_batch([inputs], torch.device("cpu"))
+    assert int(count) == 4
+    found = trainer.compute_loss(model, dict(inputs), num_items_in_batch=count)
+    right = model(**inputs, num_items_in_batch=count).loss
+    torch.testing.assert_close(found, right)
+    # What the collator says holds, also where labels are something else.
+    found = trainer.compute_loss(model, {**inputs, "labels": labels.flip(1)}, num_items_in_batch=count)
+    torch.testing.assert_close(found, right)

@@ -416,3 +416,21 @@ def test_the_backbone_is_the_model_without_its_head(layers, heads, length, tied)
     with torch.no_grad():
         hidden = backbone(model)(input_ids=ids).last_hidden_state
         assert torch.equal(model.lm_head(hidden), model(ids).logits)
+
+
+@pytest.mark.parametrize("kind", ["Bart", "BartForCausalLM", "Llama with a loss of its own"])
+def test_models_that_do_not_predict_the_next_token_are_refused(kind):
+    if kind.startswith("Llama"):
+        model = tiny_model()
+        model.loss_function = lambda logits, labels, **_: logits.sum()
+    else:
+        small = {
+            f"{part}_{what}": 1 for part in ("encoder", "decoder") for what in ("layers", "attention_heads")
+        }
+        config = transformers.BartConfig(
+            vocab_size=97, d_model=16, encoder_ffn_dim=16, decoder_ffn_dim=16, **small
+        )
+        classes = {"Bart": transformers.BartForConditionalGeneration}
+        model = classes.get(kind, transformers.BartForCausalLM)(config)
+    with pytest.raises(OptionError, match="next tokens"):
+        head_of(model)

@@ -38,6 +38,13 @@ _SUSPICIOUS = re.compile(
 _HARMLESS = re.compile(
     r"att(n|ention)|router|init_value|gate|_up_|moe|contrastive|lsd_|invalid|router|max_logit_scale"
 )
+#: Decoders of encoder-decoder models, trained alone: transformers 5.24 takes their labels as they are.
+_NOT_SHIFTED = frozenset(
+    {
+        "bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "musicgen",
+        "musicgen_melody", "pegasus", "plbart", "whisper",
+    }
+)  # fmt: skip
 _FUSED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _NEUTRAL = (None, 0, 0.0, 1, 1.0, False)
 
@@ -192,6 +199,27 @@ def _logit_changes(config: Any) -> tuple[float, float | None]:
     return scale, cap
 
 
+def _check_predicts_next(model: Any) -> None:
+    """Refuse models whose labels are not the tokens that follow: the losses here shift them."""
+    from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
+
+    config: Any = model.config
+    kind = getattr(model, "loss_type", None) or "ForCausalLM"
+    own = getattr(model, "_loss_function", None) or LOSS_MAPPING.get(kind, ForCausalLMLoss)
+    what = ""
+    if getattr(config, "is_encoder_decoder", False):
+        what = "has an encoder and a decoder, whose labels are not shifted"
+    elif own is not ForCausalLMLoss:
+        what = f"computes {getattr(own, '__name__', type(own).__name__)}"
+    elif getattr(config, "model_type", "") in _NOT_SHIFTED:
+        what = "does not shift its labels"
+    if what:
+        raise OptionError(
+            f"[causal_lm_loss_for] {type(model).__name__} {what}, and a loss over next tokens is another "
+            "one; use the model's own loss"
+        )
+
+
 def _check_nothing_between(model: Any, base: nn.Module, head: nn.Module) -> None:
     """Refuse models that put other layers between the last hidden state and the head."""
     inside = set(map(id, base.modules()))
@@ -220,15 +248,15 @@ def head_of(model: nn.Module) -> Head:
         The head.
 
     Raises:
-        OptionError: No head, layers between backbone and head, or a config with a change of the logits that
-        is
-            not known here; the message names it.
+        OptionError: No head, layers between backbone and head, a config with a change of the logits that is
+            not known here, or a model that predicts something else than next tokens; the message names it.
 
     Example:
         >>> head_of(model).soft_cap  # doctest: +SKIP
         30.0
     """
     inner = _unwrap_peft(model)
+    _check_predicts_next(inner)
     head = inner.get_output_embeddings() if hasattr(inner, "get_output_embeddings") else None
     if not isinstance(head, nn.Module):
         raise OptionError(

@@ -207,7 +207,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         if not own and any(part in name for part in _UPDATES_IN_BACKWARD):
             raise OptionError(
                 f"option optim={name!r} is not available with TrainStreamTrainer: it updates weights during "
-                f"backward, behind the pager; use {' or '.join(_ADAMW)}, or another one that updates in step()"
+                f"backward, past the pager; use {' or '.join(_ADAMW)}, or another one that updates in step()"
             )
         if not own and name not in _ADAMW:
             LOGGER.info("optim=%s is kept as it is: only AdamW's state is offloaded", name)
@@ -261,9 +261,11 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             if self._saved_plan is not None:
                 options = self._saved_plan.force(options, self.model)
             wrapped: Any = wrap_hf(self.model, plain, **options)[1]
-            # accelerate would copy all optimizer state to the GPU and back; state stays where wrap put it.
-            self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
-            self.optimizer._is_accelerate_prepared = True  # so that prepare() leaves it alone
+            self.optimizer = wrapped
+            if isinstance(wrapped, ts.OffloadAdamW):
+                # accelerate would copy all optimizer state to the GPU and back; it stays where wrap put it.
+                self.optimizer = self.accelerator.prepare_optimizer(wrapped, device_placement=False)
+                self.optimizer._is_accelerate_prepared = True  # so that prepare() leaves it alone
             session = session_of(self.model)
             self._ts_metrics = LogMetrics(wrapped, session)
             if session is not None and self._events_file is not None:
@@ -286,7 +288,9 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
     def _get_num_items_in_batch(self, batch_samples: list[Any], device: torch.device) -> Any:
         """Count the labels of a whole step after the shift: position 0 of a row is predicted by nothing."""
         counted = self._chunked or self._rescaled
-        if not counted or not batch_samples or any("labels" not in batch for batch in batch_samples):
+        # Labels that a collator has shifted already are for the model's own loss.
+        usual = all("labels" in batch and "shift_labels" not in batch for batch in batch_samples)
+        if not counted or not batch_samples or not usual:
             return super()._get_num_items_in_batch(batch_samples, device)
         count = sum(int(count_items(batch["labels"])) for batch in batch_samples)
         items = torch.tensor(count, device=device)
@@ -328,7 +332,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Compute the loss from hidden states in chunks, or as Trainer does where logits are asked for."""
-        if not self._chunked or self._need_logits or inputs.get("labels") is None:
+        usual = inputs.get("labels") is not None and "shift_labels" not in inputs
+        if not self._chunked or self._need_logits or not usual:
             return self._whole_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         # The model is not called as a whole, so accelerate's autocast around its forward is entered here.
         with self.accelerator.autocast():

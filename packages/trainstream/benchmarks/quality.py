@@ -2,13 +2,16 @@
 
     python quality.py --windows 24 --seq 512 --train-steps 30 --out quality.jsonl
     python quality.py --formats none nf4 nf4-k nf4-l nf4-dq --model FOLDER
+    python quality.py --table quality.jsonl
 
 The model is SmolLM2-135M-Instruct unless `--model` names a folder; the text is the standard library of the
-running Python, of which some files are held out. For each format a fresh process loads the model, packs the
-frozen matrices of its blocks, and prints: perplexity of the held-out windows, the same after `--train-steps`
-steps of LoRA (r=16 on every linear layer of the blocks) on the other files, the relative weight error
-|W - decoded| / |W| over all packed matrices and over normally distributed ones of the same shapes, bytes a
-packed weight, and the median step. The last line compares all with `none`.
+running Python, of which a fifth of the files is held out; the windows are spread evenly over these. For each
+format a fresh process loads the model, packs the frozen matrices of its blocks, and prints: perplexity of the
+held-out windows, the same after `--train-steps` steps of LoRA (r=16 on every linear layer of the blocks) on
+the other files, the relative weight error |W - decoded| / |W| over all packed matrices, with a fit (`-l`)
+also |W - decoded - BA| / |W|, the error over normally distributed ones of the same shapes, bytes a packed
+weight, and the median step. The last line compares all with `none`; `--table` makes Markdown of such lines,
+with the standard error of each difference, from the differences window by window.
 
 Formats: `none`; `int8`, `nf4`, `mxfp8`, `fp8_row`, `fp8_block`, `nvfp4`, and `fp8`, which takes the layout
 that this GPU computes; `-dq` adds double_quant, `-k` keep_precise=0.05, `-l` error_rank of the adapters'
@@ -17,7 +20,8 @@ nvfp4_backward. A format that this machine or release does not have is a line wi
 
 SmolLM2 is published here as 4-bit weights (GGUF Q4_1), which 4-bit codecs store again with less loss than
 they would cause in weights that were never packed. So look at the order of the formats, and at the error on
-normal weights.
+normal weights. `--noise 0.05` adds to every matrix of the blocks, before anything is measured, normal noise
+of that share of its root mean square, so that no weight lies on a grid any more.
 
 `--live` prints `LIVE {json}` after each step and `RESULT {json}` at the end of a format; `--format F` runs
 one in this process.
@@ -26,8 +30,10 @@ one in this process.
 from __future__ import annotations
 
 import argparse
+import datetime
 import json
 import math
+import platform
 import statistics
 import subprocess
 import sys
@@ -49,6 +55,7 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "b": {"nvfp4_backward": True},
 }
 PACKED_BY_WRAP = ("outliers", "nvfp4_backward")
+SEED = 0
 
 
 def load(args: argparse.Namespace) -> tuple[Any, Any]:
@@ -69,39 +76,65 @@ def rows_of(args: argparse.Namespace, tokenizer: Any) -> tuple[Any, Any]:
     """Token ids of training rows and of held-out windows, `[rows, seq]`."""
     import ts_hf
 
-    data = ts_hf.text_dataset(ts_hf.stdlib_text(args.text_bytes), tokenizer, args.seq, held_out=0.2, seed=0)
-    return data.train.input_ids, data.held_out.input_ids[: args.windows]
+    texts = ts_hf.stdlib_text(args.text_bytes)
+    data = ts_hf.text_dataset(texts, tokenizer, args.seq, held_out=0.2, seed=SEED)
+    held = data.held_out.input_ids
+    count = min(args.windows, len(held))
+    return data.train.input_ids, held[[index * len(held) // count for index in range(count)]]
 
 
-def perplexity(model: Any, windows: Any, device: str) -> float:
-    """The exponential of the mean loss a token."""
+def add_noise(model: Any, share: float) -> None:
+    """Move the matrices of the blocks by normal noise of a share of their root mean square."""
+    import torch
+
+    from ts_core.blocks import find_blocks
+
+    generator = torch.Generator().manual_seed(SEED + 1)
+    for block in find_blocks(model):
+        for parameter in (p for p in block.parameters() if p.dim() == 2):
+            drawn = torch.randn(parameter.shape, generator=generator)
+            size = share * parameter.float().square().mean().sqrt()
+            parameter.copy_(parameter.float() + size * drawn)
+
+
+def losses(model: Any, windows: Any, device: str) -> list[float]:
+    """The mean loss a token of each window."""
     import torch
 
     model.eval()
-    total = 0.0
+    found = []
     with torch.no_grad():
         for row in windows:
             ids = row[None].to(device)
-            total += float(model(input_ids=ids, labels=ids, use_cache=False).loss)
+            found.append(round(float(model(input_ids=ids, labels=ids, use_cache=False).loss), 6))
     model.train()
-    return math.exp(total / len(windows))
+    return found
 
 
-def weight_error(before: dict[str, Any], model: Any) -> tuple[float, float, float, int]:
+def perplexity(window_losses: list[float]) -> float:
+    """The exponential of the mean loss a token."""
+    return round(math.exp(statistics.fmean(window_losses)), 4)
+
+
+def weight_error(before: dict[str, Any], model: Any) -> dict[str, Any]:
     """Relative error of packed matrices, of normal ones stored alike, bytes a weight, and their number."""
     import torch
 
     from ts_quant import QuantizedTensor, quantize
 
-    wrong = whole = normal_wrong = normal_whole = 0.0
+    wrong = fitted = whole = normal_wrong = normal_whole = 0.0
     size = count = tensors = 0
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator().manual_seed(SEED)
     seen = set()
     for name, parameter in model.named_parameters():
         if not isinstance(parameter, QuantizedTensor):
             continue
         given = before[name].float()
-        wrong += float((given - parameter.dequantize().float()).square().sum())
+        rest = given - parameter.dequantize().float()
+        wrong += float(rest.square().sum())
+        if parameter.error_a is not None:
+            rest -= parameter.error_b.float() @ parameter.error_a.float()
+        fitted += float(rest.square().sum())
         whole += float(given.square().sum())
         size += parameter.packed_bytes
         count += given.numel()
@@ -109,12 +142,19 @@ def weight_error(before: dict[str, Any], model: Any) -> tuple[float, float, floa
         if (kind := (tuple(given.shape), parameter.codec)) not in seen:
             seen.add(kind)
             drawn = torch.randn(given.shape, generator=generator)
-            again = quantize(drawn, parameter.codec)
+            double = bool(parameter.meta.get("double_quant", False))
+            again = quantize(drawn, parameter.codec, double_quant=double)
             normal_wrong += float((drawn - again.dequantize().float()).square().sum())
             normal_whole += float(drawn.square().sum())
     if not count:
-        return 0.0, 0.0, 0.0, 0
-    return math.sqrt(wrong / whole), math.sqrt(normal_wrong / normal_whole), size / count, tensors
+        return dict.fromkeys(("weight_error", "normal_weight_error", "bytes_per_weight", "packed"), 0)
+    return {
+        "weight_error": round(math.sqrt(wrong / whole), 5),
+        **({"fitted_weight_error": round(math.sqrt(fitted / whole), 5)} if fitted < wrong else {}),
+        "normal_weight_error": round(math.sqrt(normal_wrong / normal_whole), 5),
+        "bytes_per_weight": round(size / count, 4),
+        "packed": tensors,
+    }
 
 
 def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
@@ -129,13 +169,15 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     packing = {key: value for key, value in extras.items() if key not in PACKED_BY_WRAP}
     options = {key: value for key, value in extras.items() if key in PACKED_BY_WRAP}
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    torch.manual_seed(0)
+    torch.manual_seed(SEED)
     model, tokenizer = load(args)
     train, windows = rows_of(args, tokenizer)
     model.requires_grad_(False)
+    if args.noise:
+        add_noise(model, args.noise)
     before = {key: value.detach().clone() for key, value in model.named_parameters()}
     report = trainstream.quantize_model(model, codec, **packing) if codec != "none" else {}
-    error, normal, size, tensors = weight_error(before, model)
+    weights = weight_error(before, model)
     del before
     settings = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
     adapted = peft.get_peft_model(model, settings).to(device)
@@ -143,8 +185,8 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     trained = [p for p in adapted.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=args.lr)
     adapted, optimizer = trainstream.wrap(adapted, optimizer, quantize="none", **options)
-    first = perplexity(adapted, windows, device)
-    generator, times = torch.Generator().manual_seed(0), []
+    first = losses(adapted, windows, device)
+    generator, times = torch.Generator().manual_seed(SEED), []
     for step in range(args.train_steps):
         ids = train[torch.randint(len(train), (args.batch,), generator=generator)].to(device)
         begin = time.perf_counter()
@@ -152,28 +194,34 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        value = float(loss)
+        value = float(loss.detach())
         times.append(time.perf_counter() - begin)
         if args.live:
             print("LIVE " + json.dumps({"format": name, "step": step, "loss": round(value, 5)}), flush=True)
+    tuned = losses(adapted, windows, device) if args.train_steps else None
     return {
         "bench": "quality",
         "format": name,
         "model": args.model or "SmolLM2-135M-Instruct",
-        "perplexity": round(first, 4),
-        "tuned_perplexity": round(perplexity(adapted, windows, device), 4) if args.train_steps else None,
-        "weight_error": round(error, 5),
-        "normal_weight_error": round(normal, 5),
-        "bytes_per_weight": round(size, 4),
-        "packed": tensors,
+        "noise": args.noise,
+        "perplexity": perplexity(first),
+        "tuned_perplexity": tuned and perplexity(tuned),
+        **weights,
         "kept_precise": report.get("kept_precise", 0),
         "step_s": round(statistics.median(times), 4) if times else None,
         "windows": len(windows),
         "seq": args.seq,
         "train_steps": args.train_steps,
+        "batch": args.batch,
+        "lr": args.lr,
+        "seed": SEED,
+        "text": f"the standard library of Python {platform.python_version()}, files held out",
+        "date": datetime.date.today().isoformat(),
         "dtype": args.dtype,
         "device": torch.cuda.get_device_name(0) if device == "cuda" else "cpu",
         "torch": torch.__version__,
+        "losses": first,
+        "tuned_losses": tuned,
     }
 
 
@@ -211,6 +259,55 @@ def compared(lines: list[dict[str, Any]]) -> dict[str, Any]:
     return {"bench": "quality", "what": "compared", "formats": table, "errors": errors}
 
 
+def above(line: dict[str, Any], base: dict[str, Any], key: str) -> str:
+    """A perplexity, and by how many percent it is above the base's, with the standard error of that."""
+    if not line[key]:
+        return "-"
+    logs = [a - b for a, b in zip(line[key], base[key], strict=True)]
+    cell = f"{perplexity(line[key]):.3f}"
+    if line is base:
+        return cell
+    spread = statistics.stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else math.nan
+    return f"{cell} ({100 * math.expm1(statistics.fmean(logs)):+.2f} +- {100 * spread:.2f} %)"
+
+
+def table(lines: list[dict[str, Any]]) -> str:
+    """The lines of a run as a Markdown table; the last line of each format counts."""
+    good = {line["format"]: line for line in lines if "format" in line and "error" not in line}
+    base = good["none"]
+    for name, line in good.items():
+        alike = ["noise", "windows", "seq", "text", *(["train_steps"] if line["train_steps"] else [])]
+        changed = [key for key in alike if line[key] != base[key]]
+        if changed:
+            raise SystemExit(f"{name} and none were not measured alike: {', '.join(changed)}")
+    rows = [
+        "| format | bytes a weight | weight error | normal weights | perplexity, untrained | "
+        f"after {base['train_steps']} steps |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name, line in good.items():
+        wrong = f"{100 * line['weight_error']:.2f} %"
+        if "fitted_weight_error" in line:
+            wrong += f", with the fit {100 * line['fitted_weight_error']:.2f} %"
+        cells = [
+            name,
+            f"{line['bytes_per_weight']:.3f}" if line["packed"] else "2.000",
+            wrong if line["packed"] else "-",
+            f"{100 * line['normal_weight_error']:.2f} %" if line["packed"] else "-",
+            above(line, base, "losses"),
+            above(line, base, "tuned_losses"),
+        ]
+        rows.append(f"| {' | '.join(cells)} |")
+    noise = f" with noise of {base['noise']:g}" if base["noise"] else ""
+    rows.append(
+        f"\n{base['model']}{noise} in {base['dtype']}; {base['windows']} windows of {base['seq']} tokens of "
+        f"{base['text']}; LoRA r={RANK}, {base['train_steps']} steps of {base['batch']} x {base['seq']} "
+        f"tokens, lr {base['lr']:g}, seed {base['seed']}; {base['device']}, torch {base['torch']}, "
+        f"{base['date']}. +-: standard error over the windows."
+    )
+    return "\n".join(rows)
+
+
 def main() -> int:
     """Run every format."""
     parser = argparse.ArgumentParser(
@@ -223,6 +320,8 @@ def main() -> int:
     parser.add_argument("--train-steps", type=int, default=30, help="0: no fine-tune (default %(default)s)")
     parser.add_argument("--batch", type=int, default=2, help="rows of a step (default %(default)s)")
     parser.add_argument("--lr", type=float, default=2e-4)
+    parser.add_argument("--noise", type=float, default=0.0, help="share of each matrix's RMS (default 0)")
+    parser.add_argument("--table", type=Path, help="print the lines of this file as a Markdown table")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--text-bytes", type=int, default=1_500_000, help="of source (default %(default)s)")
     parser.add_argument("--timeout", type=float, default=1800, help="seconds for one format")
@@ -231,6 +330,9 @@ def main() -> int:
     parser.add_argument("--format", help="run this one in this process")
     parser.add_argument("--smoke", action="store_true", help="tiny sizes: does the script work")
     args = parser.parse_args()
+    if args.table:
+        print(table([json.loads(line) for line in args.table.read_text().splitlines()]))
+        return 0
     if args.smoke:
         args.formats, args.windows, args.seq, args.train_steps, args.batch = ["none", "nf4"], 1, 32, 1, 1
         args.text_bytes = 200_000

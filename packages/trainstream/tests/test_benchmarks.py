@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import json
 import sys
 from pathlib import Path
 
@@ -22,6 +23,7 @@ def _load(name):
 
 
 compare, engines, stream_bound, measure = map(_load, ("compare", "engines", "stream_bound", "measure"))
+quality = _load("quality")
 
 
 @pytest.mark.parametrize(
@@ -110,3 +112,23 @@ def test_the_read_probe_reads(tmp_path):
     assert set(rates) == {"1", "2"}
     assert all(rate > 0 for rate in rates.values())
     assert not list(tmp_path.iterdir())
+
+
+def test_the_table_of_losses_in_the_docs_is_that_of_the_results():
+    lines = (Path(FOLDER) / "results" / "quality_cpu.jsonl").read_text().splitlines()
+    docs = Path(__file__).parents[3] / "docs" / "formats.md"
+    assert quality.table([json.loads(line) for line in lines]) in docs.read_text()
+
+
+def test_lines_that_were_not_measured_alike_make_no_table():
+    path = Path(FOLDER) / "results" / "quality_cpu.jsonl"
+    none, other = [json.loads(line) for line in path.read_text().splitlines()[:2]]
+    with pytest.raises(SystemExit, match="not measured alike: windows"):
+        quality.table([none, {**other, "windows": 3}])
+    assert quality.table([none, {**other, "error": "no"}]).count("| int8 |") == 0
+
+
+def test_the_error_of_a_difference_is_that_of_its_windows():
+    cell = quality.above({"losses": [1.1, 2.1, 3.1]}, {"losses": [1.0, 2.0, 3.0]}, "losses")
+    assert cell == "8.166 (+10.52 +- 0.00 %)"
+    assert quality.above({"losses": None}, {"losses": [1.0]}, "losses") == "-"

@@ -6,6 +6,7 @@ import contextlib
 import inspect
 import statistics
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -35,7 +36,7 @@ _NONDETERMINISTIC = ("cudnn",)
 _SMALL = 1 << 30
 #: Share of the time of PyTorch's own choice below which another one is taken: less is noise.
 _GAIN = 0.95
-#: Shapes of each module that are looked at before "auto" is given up.
+#: Shapes of each module that are looked at before "auto" is given up; one where nothing attends.
 _PATIENCE = 16
 _UNSEEN = "no block calls scaled_dot_product_attention"
 
@@ -153,7 +154,9 @@ def time_attention(
     devices = [] if on_cpu else [q.device]
     # Hooks of whoever called must not see what is saved here.
     unseen = torch.autograd.graph.saved_tensors_hooks(lambda t: t, lambda t: t)
-    with torch.enable_grad(), unseen, torch.random.fork_rng(devices, device_type=q.device.type):
+    quiet = warnings.catch_warnings()  # PyTorch warns of each backend that cannot compute it
+    with torch.enable_grad(), unseen, torch.random.fork_rng(devices, device_type=q.device.type), quiet:
+        warnings.simplefilter("ignore")
         leaves = _leaf(q), _leaf(k), _leaf(v)
         own = _timed(*leaves, options, repeats)
         for name in there:
@@ -161,7 +164,7 @@ def time_attention(
                 with sdpa_kernel([_BACKENDS[name]]):
                     found[name] = _timed(*leaves, options, repeats)
             except RuntimeError:
-                continue  # it cannot compute this; PyTorch says why in warnings of its own
+                continue  # it cannot compute this, or there is no memory for it
     return AttentionTimes(own, found)
 
 
@@ -257,7 +260,8 @@ class AttentionChoice:
             return
         options = {**dict(zip(("dropout_p", "is_causal"), args, strict=False)), **kwargs}
         q, k, v = (t.detach() for t in (query, key, value))
-        self.times = time_attention(q, k, v, **options)
+        # math is never the fastest here, and would take memory for every pair of tokens.
+        self.times = time_attention(q, k, v, backends=("cudnn", "efficient", "flash"), **options)
         self.backend = self.times.fastest
         self._close("" if self.backend else "no other kernel is faster")
 
@@ -282,13 +286,15 @@ class AttentionChoice:
 
     def run(self, module: nn.Module, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a module's code."""
+        if torch.compiler.is_compiling() or (self.backend is None and not self.open):
+            return function(*args, **kwargs)
         # Whoever has switched backends on or off around the call has chosen already.
-        if torch.compiler.is_compiling() or _enabled() != self._flags:
+        if _enabled() != self._flags:
             return function(*args, **kwargs)
         if self.backend is not None:
             with self.first():
                 return function(*args, **kwargs)
-        if not self.open or not torch.is_grad_enabled():
+        if not torch.is_grad_enabled():
             return function(*args, **kwargs)
         shapes = (value.shape for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
         key = id(module), next(shapes, torch.Size())
@@ -297,7 +303,7 @@ class AttentionChoice:
         self._looked.add(key)
         with _Watch(self):
             output = function(*args, **kwargs)
-        if self.open and len(self._looked) >= _PATIENCE * len(self._stand_ins):
+        if self.open and len(self._looked) >= (_PATIENCE if self.seen else 1) * len(self._stand_ins):
             self._close("no call without a mask was large enough" if self.seen else _UNSEEN)
         return output
 

@@ -124,3 +124,22 @@ def test_whatever_offloads_the_bits_are_the_same_and_bytes_are_bounded(passes, r
         if governor.measured and ram is not None:
             assert count * saved_bytes(rows) <= ram + count
         governor.learn(0)
+
+
+def test_what_may_still_come_in_the_background_is_planned_with():
+    each, coming = saved_bytes(4), [0]
+    model = build()
+    pager, old, used = govern(model, room=100 + 3 * each, limit=100 + 3 * each)
+    made = ActivationGovernor(
+        pager.blocks, ["recompute"] * DEPTH, used, old.limit, old.room, unseen=lambda: coming[0]
+    )
+    pager.governor = made
+    step(model, batch())
+    made.learn(0)
+    for bytes_, kept in ((0, 3), (each, 2), (3 * each, 0), (9 * each, 0)):  # and it is never an error
+        coming[0] = bytes_
+        step(model, batch())
+        assert made.policies == ["recompute"] * (DEPTH - kept) + ["keep"] * kept
+        assert made.base == 100 + bytes_
+        assert made.need(1.0) == bytes_
+        made.learn(0)

@@ -274,3 +274,14 @@ def test_a_closed_store_is_told(files):
         files.store.read_part("0", 0, torch.zeros(4, dtype=torch.uint8))
     with files.lease([mapped]) as (copy,):
         assert copy is mapped
+
+
+def test_what_the_copies_take_is_known_and_their_bound_can_change(files):
+    files.lease_bytes = 3 << 20
+    assert files.lease_bytes == 3 << 20
+    assert files.leased_bytes == 0
+    tensor = files.place(torch.zeros(1 << 17))
+    with files.lease([tensor]) as copies:
+        assert copies[0].nbytes == 1 << 19
+        assert files.leased_bytes == 1 << 20  # a third of the bound each, so that they can be used again
+    assert files.leased_bytes == 0

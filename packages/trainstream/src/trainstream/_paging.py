@@ -109,6 +109,7 @@ class Tiers:
         self.directory = directory
         self.files: FileTensors | None = None
         self._budget = budget
+        self._lease = 0
         self._on_disk: set[int] = set()
 
     @staticmethod
@@ -132,7 +133,19 @@ class Tiers:
         """Return the files, making their folder the first time."""
         if self.files is None:
             self.files = FileTensors(self.directory, budget=self._budget)
+            self.lend(self._lease or self.files.lease_bytes)
         return self.files
+
+    def lend(self, nbytes: int) -> None:
+        """Bound the memory of copies that what is in files is updated on."""
+        self._lease = nbytes
+        if self.files is not None:
+            self.files.lease_bytes = nbytes
+
+    def unseen(self) -> int:
+        """Return the bytes of these copies that may come at any time and are not there now."""
+        files = self.files
+        return 0 if files is None else max(files.lease_bytes - files.leased_bytes, 0)
 
     def tier_of(self, parameter: Tensor) -> str:
         """Return ``disk`` or ``host`` for a paged Parameter."""

@@ -47,6 +47,9 @@ __all__ = ["Tuner", "settle"]
 _MEASURED = 2  # steps before anything returns
 _ROUNDS = 4  # times that groups may return
 _PIECES = 22 << 20  # PyTorch reserves memory for small and for larger tensors in pieces of 2 and 20 MiB
+#: What updates of weights in files may hold at most: an eighth of the RAM that may be used, and no more or
+#: less than this. A step can be seen to do without, if they happened to run beside nothing else.
+_LEASES, _LEAST_LEASES = 12 << 20, 3 << 20
 _LINK_BOUND = 0.7  # share of a step that the link is busy, from which a step waits for it
 
 
@@ -121,6 +124,9 @@ class Tuner:
         self._steps = 0
         self._rounds = 0
         self._cpu = tiers.device.type == "cpu"
+        self._updates = any(p.requires_grad for unit in inventory.units for p in unit.pageable)
+        if self._cpu:
+            tiers.lend(max(min(_LEASES, max(limits.budgets.device, 0) // 8), _LEAST_LEASES))
         self._sampler: PeakSampler | None = None
         self.governor: ActivationGovernor | None = None
         if decided.governed:
@@ -130,7 +136,7 @@ class Tuner:
             planned = [fallback == "offload" for fallback in want.fallback]
             offers = planned if any(planned) else [fallback is not None for fallback in want.fallback]
             self.governor = ActivationGovernor(
-                pager.blocks, want.fallback, limits.used, hard, limits.room, relief, offers
+                pager.blocks, want.fallback, limits.used, hard, limits.room, relief, offers, self._unseen
             )
         pager.governor = self.governor
         self._spill = self._start_spill(options)
@@ -177,7 +183,7 @@ class Tuner:
     def start(self) -> None:
         """Begin to measure."""
         if self._cpu:
-            self._sampler = PeakSampler(read=host_used).start()
+            self._sampler = PeakSampler(read=self._taken).start()
         else:
             torch.cuda.reset_peak_memory_stats(self._tiers.device)
 
@@ -187,9 +193,16 @@ class Tuner:
             self._sampler.stop()
             self._sampler = None
 
+    def _unseen(self) -> int:
+        return self._tiers.unseen() if self._cpu and self._updates else 0
+
+    def _taken(self) -> int:
+        """Return what is in use, with all that updates in the background may hold at once."""
+        return host_used() + self._unseen()
+
     def _peak(self) -> int:
         if self._cpu:
-            return self._sampler.reset() if self._sampler is not None else host_used()
+            return self._sampler.reset() if self._sampler is not None else self._taken()
         device = self._tiers.device
         reserved, counted = torch.cuda.max_memory_reserved(device), torch.cuda.memory_stats(device)
         torch.cuda.reset_peak_memory_stats(device)

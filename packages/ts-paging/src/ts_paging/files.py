@@ -137,6 +137,15 @@ class FileTensors:
         """Bytes of memory for the copies of all leases at once."""
         return self._leased.limit
 
+    @lease_bytes.setter
+    def lease_bytes(self, nbytes: int) -> None:
+        self._leased.limit = nbytes
+
+    @property
+    def leased_bytes(self) -> int:
+        """Bytes of memory that the copies of leases have now."""
+        return self._leased.held
+
     @property
     def store(self) -> DiskStore:
         """The files themselves."""

@@ -54,6 +54,7 @@ class ActivationGovernor:
         room: int | None = None,
         relief: Callable[[], object] | None = None,
         offers: Sequence[bool] = (),
+        unseen: Callable[[], int] = lambda: 0,
     ) -> None:
         """Start without knowledge.
 
@@ -67,6 +68,8 @@ class ActivationGovernor:
             relief: Called at every block of a CPU run: gives freed memory back to the system if it adds up.
             offers: For each block whether it offloads rather than recompute as far as `offloads` allows;
                 nothing: those that fall back to offloading.
+            unseen: Returns bytes that work in the background may take beside what is used now; planned with,
+                though no error while they are not there.
         """
         self._relief = relief
         self.room = limit if room is None else min(room, limit)
@@ -81,6 +84,7 @@ class ActivationGovernor:
         self._small: float = 0.0
         self._least = 0
         self._used = used
+        self._unseen = unseen
         self.limit = limit
         self.hold = False
         self.base = 0
@@ -149,7 +153,7 @@ class ActivationGovernor:
         self.kept = 0
 
     def need(self, growth: float) -> int | None:
-        """Return what a pass takes beyond its base that is `growth` times the largest so far.
+        """Return what a pass takes beyond what is used, one that is `growth` times the largest so far.
 
         Args:
             growth: At least 1.
@@ -159,7 +163,8 @@ class ActivationGovernor:
         """
         if self._transient is None or self._per_byte is None:
             return None
-        return int(self._transient * max(growth * self.largest / self._transient_input, 1.0))
+        grown = self._transient * max(growth * self.largest / self._transient_input, 1.0)
+        return int(grown) + self._unseen()
 
     def enter(self, block: PagedBlock, args: Any, kwargs: Any) -> None:
         """Decide at the first block of a pass; give every managed block its policy."""
@@ -215,6 +220,7 @@ class ActivationGovernor:
                 "block of the model computes. Use a smaller micro-batch or shorter rows, a larger budget, or "
                 "free what else this process holds"
             )
+        used += self._unseen()
         self.base = min(self.base or used, used)
         self.largest = max(self.largest, size)
         self._size = size

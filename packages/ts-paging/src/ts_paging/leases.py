@@ -45,6 +45,12 @@ class LeaseMemory:
         self._spare: list[Tensor] = []
         self._host = _C.HostPool(0)
 
+    @property
+    def held(self) -> int:
+        """Bytes of the leases under way, and of buffers that wait for the next one."""
+        with self._changed:
+            return self.used + sum(spare.numel() for spare in self._spare)
+
     def _size(self, nbytes: int) -> int:
         return max(nbytes, self.limit // 3 // _PAGE * _PAGE) if nbytes else 0
 

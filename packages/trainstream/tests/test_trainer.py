@@ -459,6 +459,28 @@ def test_training_twice_goes_on_with_the_same_wrapping(tmp_path):
     assert trainer.optimizer.optimizer is optimizer
 
 
+def test_another_trainer_wraps_the_model_again(tmp_path):
+    """With its own options and an optimizer that it logs about, not with what the first one left."""
+    rows, made = random_rows(6), []
+    for cls in (Trainer, TrainStreamTrainer):
+        model = build()
+        for first, options in ((True, {"param_offload": True}), (False, {"recompute": True})):
+            extra = {} if cls is Trainer else {"trainstream": {"chunked_loss": False, **options}}
+            args = arguments(tmp_path, max_steps=2, learning_rate=1e-2 if first else 1e-3)
+            trainer = cls(model=model, args=args, train_dataset=rows, **extra)
+            trainer.train()
+        made.append(trainer)
+    stock, ours = made
+    assert isinstance(ours.optimizer.optimizer, OffloadAdamW)
+    session = ours.model._trainstream_session
+    assert session.optimizer is ours.optimizer.optimizer
+    assert session.options.recompute is True
+    assert session.options.param_offload == "auto"
+    assert "ts_tokens_per_s" in next(entry for entry in ours.state.log_history if "loss" in entry)
+    for (key, p), q in zip(ours.model.named_parameters(), stock.model.parameters(), strict=True):
+        torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6, msg=key)
+
+
 @pytest.mark.parametrize("wanted", [True, None])
 @pytest.mark.parametrize("obstacle", ["smoothing", "function", "router"])
 def test_what_needs_whole_logits_is_never_silent(tmp_path, obstacle, wanted, caplog):

@@ -10,21 +10,16 @@ void dequantize_fp4(TensorView codes, TensorView absmax, TensorView out, int64_t
                     int threads) {
   const char* op = "dequantize_fp4";
   check_blocks({op, DType::kU8, 2}, out, "out", codes, absmax, block_size);
-  with_float_type(out, op, "out", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_fp4(codes.data<uint8_t>(), absmax.data<float>(), out.data(), out.dtype(),
-                            out.numel(), block_size, out.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_fp4, codes.data<uint8_t>(), absmax.data<float>(),
-                out.data<T>(), out.numel(), block_size, count);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        launch_dequantize_fp4(codes.data<uint8_t>(), absmax.data<float>(), out.data(), out.dtype(),
+                              out.numel(), block_size, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_fp4, codes.data<uint8_t>(), absmax.data<float>(), data,
+                    out.numel(), block_size, workers);
+      });
 }
 
 void dequantize_fp4_dq(TensorView codes, TensorView absmax, TensorView nested_absmax,
@@ -32,21 +27,16 @@ void dequantize_fp4_dq(TensorView codes, TensorView absmax, TensorView nested_ab
   const char* op = "dequantize_fp4_dq";
   check_codes({op, DType::kU8, 2}, out, "out", codes, block_size);
   const MapScaleData scales = map_scales(op, out, absmax, nested_absmax, nested_map, block_size);
-  with_float_type(out, op, "out", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_fp4_dq(codes.data<uint8_t>(), scales, out.data(), out.dtype(), out.numel(),
-                               block_size, out.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_fp4_dq, codes.data<uint8_t>(), scales, out.data<T>(),
-                out.numel(), block_size, count);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        launch_dequantize_fp4_dq(codes.data<uint8_t>(), scales, out.data(), out.dtype(),
+                                 out.numel(), block_size, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_fp4_dq, codes.data<uint8_t>(), scales, data, out.numel(),
+                    block_size, workers);
+      });
 }
 
 void dequantize_int8_rows(TensorView codes, TensorView row_absmax, TensorView out, int64_t columns,
@@ -65,21 +55,16 @@ void dequantize_int8_rows(TensorView codes, TensorView row_absmax, TensorView ou
   expect_same_device(codes, out, op, "codes");
   expect_same_device(row_absmax, out, op, "row_absmax");
   expect_no_cuda_missing(out, op);
-  with_float_type(out, op, "out", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_int8_rows(codes.data<int8_t>(), row_absmax.data<float>(), out.data(),
-                                  out.dtype(), out.numel(), columns, out.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_int8_rows, codes.data<int8_t>(), row_absmax.data<float>(),
-                out.data<T>(), out.numel(), columns, count);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        launch_dequantize_int8_rows(codes.data<int8_t>(), row_absmax.data<float>(), out.data(),
+                                    out.dtype(), out.numel(), columns, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_int8_rows, codes.data<int8_t>(), row_absmax.data<float>(),
+                    data, out.numel(), columns, workers);
+      });
 }
 
 }  // namespace

@@ -32,43 +32,34 @@ Fp8Tiles tiles_of(const char* op, const TensorView& dense, const char* name,
 void quantize(TensorView x, TensorView codes, TensorView scales, int layout, int threads) {
   const char* op = "quantize_fp8";
   const Fp8Tiles m = tiles_of(op, x, "x", codes, scales, layout);
-  with_float_type(x, op, "x", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    if (m.numel() == 0) return;
-#if defined(TS_WITH_CUDA)
-    if (x.is_cuda()) {
-      DeviceGuard guard(x.device_id());
-      launch_quantize_fp8(x.data(), x.dtype(), codes.data<uint8_t>(), scales.data(), m,
-                          x.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, quantize_fp8, x.data<const T>(), codes.data<uint8_t>(), scales.data(), m,
-                count);
-  });
+  run(
+      x, op, "x", threads,
+      [&](void* stream) {
+        if (m.numel() == 0) return;
+        launch_quantize_fp8(x.data(), x.dtype(), codes.data<uint8_t>(), scales.data(), m, stream);
+      },
+      [&](auto* data, int workers) {
+        if (m.numel() == 0) return;
+        TS_ISA_CALL(ts::quant, quantize_fp8, data, codes.data<uint8_t>(), scales.data(), m,
+                    workers);
+      });
 }
 
 void dequantize(TensorView codes, TensorView scales, TensorView out, int layout, int threads) {
   const char* op = "dequantize_fp8";
   const Fp8Tiles m = tiles_of(op, out, "out", codes, scales, layout);
-  with_float_type(out, op, "out", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    if (m.numel() == 0) return;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_fp8(codes.data<uint8_t>(), scales.data(), out.data(), out.dtype(), m,
-                            out.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_fp8, codes.data<uint8_t>(), scales.data(), out.data<T>(), m,
-                count);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        if (m.numel() == 0) return;
+        launch_dequantize_fp8(codes.data<uint8_t>(), scales.data(), out.data(), out.dtype(), m,
+                              stream);
+      },
+      [&](auto* data, int workers) {
+        if (m.numel() == 0) return;
+        TS_ISA_CALL(ts::quant, dequantize_fp8, codes.data<uint8_t>(), scales.data(), data, m,
+                    workers);
+      });
 }
 
 }  // namespace

@@ -36,19 +36,12 @@ void dequantize_fp4(TensorView codes, TensorView scales, TensorView tensor_scale
               columns,
               static_cast<Fp4Scale>(kind),
               transposed};
-  with_float_type(out, op, "out", [&](auto* tag) {
-    using T = std::remove_pointer_t<decltype(tag)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_published_fp4(m, out.data(), out.dtype(), out.current_stream());
-      return;
-    }
-#endif
-    const int workers = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_published_fp4, m, out.data<T>(), workers);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) { launch_dequantize_published_fp4(m, out.data(), out.dtype(), stream); },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_published_fp4, m, data, workers);
+      });
 }
 
 void dequantize_fp8(TensorView codes, TensorView scales, TensorView out, int64_t tile_rows,
@@ -69,19 +62,12 @@ void dequantize_fp8(TensorView codes, TensorView scales, TensorView out, int64_t
   expect_same_device(scales, out, op, "scales");
   expect_no_cuda_missing(out, op);
   const Fp8 m{codes.data<uint8_t>(), scales.data<float>(), rows, columns, tile_rows, tile_columns};
-  with_float_type(out, op, "out", [&](auto* tag) {
-    using T = std::remove_pointer_t<decltype(tag)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_published_fp8(m, out.data(), out.dtype(), out.current_stream());
-      return;
-    }
-#endif
-    const int workers = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_published_fp8, m, out.data<T>(), workers);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) { launch_dequantize_published_fp8(m, out.data(), out.dtype(), stream); },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_published_fp8, m, data, workers);
+      });
 }
 
 }  // namespace

@@ -42,21 +42,15 @@ void dequantize_gguf(TensorView blocks, TensorView out, int type, int threads) {
   expect_numel(blocks, op, "blocks", count * size.bytes);
   expect_same_device(blocks, out, op, "blocks");
   expect_no_cuda_missing(out, op);
-  with_float_type(out, op, "out", [&](auto* tag) {
-    using T = std::remove_pointer_t<decltype(tag)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_gguf(blocks.data<uint8_t>(), out.data(), out.dtype(), count,
-                             static_cast<GgufType>(type), out.current_stream());
-      return;
-    }
-#endif
-    const int workers = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_gguf, blocks.data<uint8_t>(), out.data<T>(), count, type,
-                workers);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        launch_dequantize_gguf(blocks.data<uint8_t>(), out.data(), out.dtype(), count,
+                               static_cast<GgufType>(type), stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_gguf, blocks.data<uint8_t>(), data, count, type, workers);
+      });
 }
 
 }  // namespace

@@ -60,19 +60,12 @@ void dequantize_groups(TensorView codes, TensorView zeros, TensorView scales, Te
                  awq ? GroupOrder::kAwq : GroupOrder::kGptq,
                  bits,
                  zero_offset};
-  with_float_type(out, op, "out", [&](auto* tag) {
-    using T = std::remove_pointer_t<decltype(tag)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_groups(m, out.data(), out.dtype(), out.current_stream());
-      return;
-    }
-#endif
-    const int workers = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_groups, m, out.data<T>(), workers);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) { launch_dequantize_groups(m, out.data(), out.dtype(), stream); },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_groups, m, data, workers);
+      });
 }
 
 }  // namespace

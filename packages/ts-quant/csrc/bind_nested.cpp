@@ -11,21 +11,16 @@ void dequantize_nf4_dq(TensorView codes, TensorView absmax, TensorView nested_ab
   const char* op = "dequantize_nf4_dq";
   check_codes({op, DType::kU8, 2}, out, "out", codes, block_size);
   const MapScaleData scales = map_scales(op, out, absmax, nested_absmax, nested_map, block_size);
-  with_float_type(out, op, "out", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_nf4_dq(codes.data<uint8_t>(), scales, out.data(), out.dtype(), out.numel(),
-                               block_size, out.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_nf4_dq, codes.data<uint8_t>(), scales, out.data<T>(),
-                out.numel(), block_size, count);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        launch_dequantize_nf4_dq(codes.data<uint8_t>(), scales, out.data(), out.dtype(),
+                                 out.numel(), block_size, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_nf4_dq, codes.data<uint8_t>(), scales, data, out.numel(),
+                    block_size, workers);
+      });
 }
 
 void encode_int8_dq(TensorView x, TensorView absmax, TensorView nested_absmax, TensorView codes,
@@ -33,21 +28,16 @@ void encode_int8_dq(TensorView x, TensorView absmax, TensorView nested_absmax, T
   const char* op = "encode_int8_dq";
   check_codes({op, DType::kI8, 1}, x, "x", codes, block_size);
   const LogScaleData scales = log_scales(op, x, absmax, nested_absmax, block_size);
-  with_float_type(x, op, "x", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (x.is_cuda()) {
-      DeviceGuard guard(x.device_id());
-      launch_encode_int8_dq(x.data(), x.dtype(), scales, codes.data<int8_t>(), x.numel(),
-                            block_size, x.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, encode_int8_dq, x.data<const T>(), scales, codes.data<int8_t>(),
-                x.numel(), block_size, count);
-  });
+  run(
+      x, op, "x", threads,
+      [&](void* stream) {
+        launch_encode_int8_dq(x.data(), x.dtype(), scales, codes.data<int8_t>(), x.numel(),
+                              block_size, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, encode_int8_dq, data, scales, codes.data<int8_t>(), x.numel(),
+                    block_size, workers);
+      });
 }
 
 void dequantize_int8_dq(TensorView codes, TensorView absmax, TensorView nested_absmax,
@@ -55,21 +45,16 @@ void dequantize_int8_dq(TensorView codes, TensorView absmax, TensorView nested_a
   const char* op = "dequantize_int8_dq";
   check_codes({op, DType::kI8, 1}, out, "out", codes, block_size);
   const LogScaleData scales = log_scales(op, out, absmax, nested_absmax, block_size);
-  with_float_type(out, op, "out", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_int8_dq(codes.data<int8_t>(), scales, out.data(), out.dtype(), out.numel(),
-                                block_size, out.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_int8_dq, codes.data<int8_t>(), scales, out.data<T>(),
-                out.numel(), block_size, count);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        launch_dequantize_int8_dq(codes.data<int8_t>(), scales, out.data(), out.dtype(),
+                                  out.numel(), block_size, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_int8_dq, codes.data<int8_t>(), scales, data, out.numel(),
+                    block_size, workers);
+      });
 }
 
 }  // namespace

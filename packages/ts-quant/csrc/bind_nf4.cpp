@@ -9,42 +9,32 @@ void quantize_nf4(TensorView x, TensorView codes, TensorView absmax, int64_t blo
                   int threads) {
   const char* op = "quantize_nf4";
   check_blocks({op, DType::kU8, 2}, x, "x", codes, absmax, block_size);
-  with_float_type(x, op, "x", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (x.is_cuda()) {
-      DeviceGuard guard(x.device_id());
-      launch_quantize_nf4(x.data(), x.dtype(), codes.data<uint8_t>(), absmax.data<float>(),
-                          x.numel(), block_size, x.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, quantize_nf4, x.data<const T>(), codes.data<uint8_t>(),
-                absmax.data<float>(), x.numel(), block_size, count);
-  });
+  run(
+      x, op, "x", threads,
+      [&](void* stream) {
+        launch_quantize_nf4(x.data(), x.dtype(), codes.data<uint8_t>(), absmax.data<float>(),
+                            x.numel(), block_size, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, quantize_nf4, data, codes.data<uint8_t>(), absmax.data<float>(),
+                    x.numel(), block_size, workers);
+      });
 }
 
 void dequantize_nf4(TensorView codes, TensorView absmax, TensorView out, int64_t block_size,
                     int threads) {
   const char* op = "dequantize_nf4";
   check_blocks({op, DType::kU8, 2}, out, "out", codes, absmax, block_size);
-  with_float_type(out, op, "out", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_nf4(codes.data<uint8_t>(), absmax.data<float>(), out.data(), out.dtype(),
-                            out.numel(), block_size, out.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_nf4, codes.data<uint8_t>(), absmax.data<float>(),
-                out.data<T>(), out.numel(), block_size, count);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        launch_dequantize_nf4(codes.data<uint8_t>(), absmax.data<float>(), out.data(), out.dtype(),
+                              out.numel(), block_size, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, dequantize_nf4, codes.data<uint8_t>(), absmax.data<float>(), data,
+                    out.numel(), block_size, workers);
+      });
 }
 
 }  // namespace

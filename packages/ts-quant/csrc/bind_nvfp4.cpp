@@ -36,45 +36,35 @@ void quantize(TensorView x, TensorView codes, TensorView scales, TensorView tens
   expect_numel(peak, op, "peak", 1);
   expect_same_device(peak, x, op, "peak");
   auto* most = reinterpret_cast<uint32_t*>(peak.data<int32_t>());
-  with_float_type(x, op, "x", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-#if defined(TS_WITH_CUDA)
-    if (x.is_cuda()) {
-      DeviceGuard guard(x.device_id());
-      launch_quantize_nvfp4(x.data(), x.dtype(), codes.data<uint8_t>(), scales.data<uint8_t>(),
-                            tensor_scale.data<float>(), most, m.rows, m.columns,
-                            x.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, quantize_nvfp4, x.data<const T>(), codes.data<uint8_t>(),
-                scales.data<uint8_t>(), tensor_scale.data<float>(), most, m.rows, m.columns, count);
-  });
+  run(
+      x, op, "x", threads,
+      [&](void* stream) {
+        launch_quantize_nvfp4(x.data(), x.dtype(), codes.data<uint8_t>(), scales.data<uint8_t>(),
+                              tensor_scale.data<float>(), most, m.rows, m.columns, stream);
+      },
+      [&](auto* data, int workers) {
+        TS_ISA_CALL(ts::quant, quantize_nvfp4, data, codes.data<uint8_t>(), scales.data<uint8_t>(),
+                    tensor_scale.data<float>(), most, m.rows, m.columns, workers);
+      });
 }
 
 void dequantize(TensorView codes, TensorView scales, TensorView tensor_scale, TensorView out,
                 int threads) {
   const char* op = "dequantize_nvfp4";
   const Matrix m = matrix_of(op, out, "out", codes, scales, tensor_scale);
-  with_float_type(out, op, "out", [&](auto* type) {
-    using T = std::remove_pointer_t<decltype(type)>;
-    if (m.rows * m.columns == 0) return;
-#if defined(TS_WITH_CUDA)
-    if (out.is_cuda()) {
-      DeviceGuard guard(out.device_id());
-      launch_dequantize_nvfp4(codes.data<uint8_t>(), scales.data<uint8_t>(),
-                              tensor_scale.data<float>(), out.data(), out.dtype(), m.rows,
-                              m.columns, out.current_stream());
-      return;
-    }
-#endif
-    const int count = thread_count(threads);
-    nb::gil_scoped_release released;
-    TS_ISA_CALL(ts::quant, dequantize_nvfp4, codes.data<uint8_t>(), scales.data<uint8_t>(),
-                tensor_scale.data<float>(), out.data<T>(), m.rows, m.columns, count);
-  });
+  run(
+      out, op, "out", threads,
+      [&](void* stream) {
+        if (m.rows * m.columns == 0) return;
+        launch_dequantize_nvfp4(codes.data<uint8_t>(), scales.data<uint8_t>(),
+                                tensor_scale.data<float>(), out.data(), out.dtype(), m.rows,
+                                m.columns, stream);
+      },
+      [&](auto* data, int workers) {
+        if (m.rows * m.columns == 0) return;
+        TS_ISA_CALL(ts::quant, dequantize_nvfp4, codes.data<uint8_t>(), scales.data<uint8_t>(),
+                    tensor_scale.data<float>(), data, m.rows, m.columns, workers);
+      });
 }
 
 }  // namespace

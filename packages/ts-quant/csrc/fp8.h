@@ -19,12 +19,11 @@ TS_QUANT_DECLARE(bf16)
 TS_QUANT_DECLARE(fp16)
 #undef TS_QUANT_DECLARE
 
-#if defined(TS_WITH_CUDA)
-// `dtype` is that of x or out: kF32, kBF16 or kF16. Work is queued on `stream`; nothing waits.
+// Only in builds with CUDA; `dtype` is that of x or out: kF32, kBF16 or kF16. Work is queued on
+// `stream`; nothing waits.
 void launch_quantize_fp8(const void* x, DType dtype, uint8_t* codes, void* scales,
                          const Fp8Tiles& m, void* stream);
 void launch_dequantize_fp8(const uint8_t* codes, const void* scales, void* out, DType dtype,
                            const Fp8Tiles& m, void* stream);
-#endif
 
 }  // namespace ts::quant

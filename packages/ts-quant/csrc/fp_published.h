@@ -16,10 +16,8 @@ TS_QUANT_DECLARE(bf16)
 TS_QUANT_DECLARE(fp16)
 #undef TS_QUANT_DECLARE
 
-#if defined(TS_WITH_CUDA)
-// `dtype` is that of out. Work is queued on `stream`; nothing waits.
+// Only in builds with CUDA; `dtype` is that of out. Work is queued on `stream`; nothing waits.
 void launch_dequantize_published_fp4(const Fp4& m, void* out, DType dtype, void* stream);
 void launch_dequantize_published_fp8(const Fp8& m, void* out, DType dtype, void* stream);
-#endif
 
 }  // namespace ts::quant

@@ -30,10 +30,9 @@ TS_QUANT_DECLARE(bf16)
 TS_QUANT_DECLARE(fp16)
 #undef TS_QUANT_DECLARE
 
-#if defined(TS_WITH_CUDA)
-// `count` blocks; `dtype` is that of out. Work is queued on `stream`; nothing waits.
+// Only in builds with CUDA; `count` blocks; `dtype` is that of out. Work is queued on `stream`;
+// nothing waits.
 void launch_dequantize_gguf(const uint8_t* blocks, void* out, DType dtype, int64_t count,
                             GgufType type, void* stream);
-#endif
 
 }  // namespace ts::quant

@@ -25,8 +25,8 @@ TS_QUANT_DECLARE(bf16)
 TS_QUANT_DECLARE(fp16)
 #undef TS_QUANT_DECLARE
 
-#if defined(TS_WITH_CUDA)
-// `dtype` is that of x or out: kF32, kBF16 or kF16. Work is queued on `stream`; nothing waits.
+// Only in builds with CUDA; `dtype` is that of x or out: kF32, kBF16 or kF16. Work is queued on
+// `stream`; nothing waits.
 void launch_quantize_nf4(const void* x, DType dtype, uint8_t* codes, float* absmax, int64_t n,
                          int64_t block_size, void* stream);
 void launch_dequantize_nf4(const uint8_t* codes, const float* absmax, void* out, DType dtype,
@@ -35,6 +35,5 @@ void launch_quantize_int8(const void* x, DType dtype, int8_t* codes, float* absm
                           int64_t block_size, void* stream);
 void launch_dequantize_int8(const int8_t* codes, const float* absmax, void* out, DType dtype,
                             int64_t n, int64_t block_size, void* stream);
-#endif
 
 }  // namespace ts::quant

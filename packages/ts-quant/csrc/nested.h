@@ -30,8 +30,8 @@ TS_QUANT_DECLARE(bf16)
 TS_QUANT_DECLARE(fp16)
 #undef TS_QUANT_DECLARE
 
-#if defined(TS_WITH_CUDA)
-// `dtype` is that of x or out: kF32, kBF16 or kF16. Work is queued on `stream`; nothing waits.
+// Only in builds with CUDA; `dtype` is that of x or out: kF32, kBF16 or kF16. Work is queued on
+// `stream`; nothing waits.
 void launch_dequantize_nf4_dq(const uint8_t* codes, MapScaleData scales, void* out, DType dtype,
                               int64_t n, int64_t block_size, void* stream);
 void launch_dequantize_fp4(const uint8_t* codes, const float* absmax, void* out, DType dtype,
@@ -44,6 +44,5 @@ void launch_dequantize_int8_dq(const int8_t* codes, LogScaleData scales, void* o
                                int64_t n, int64_t block_size, void* stream);
 void launch_dequantize_int8_rows(const int8_t* codes, const float* row_scales, void* out,
                                  DType dtype, int64_t n, int64_t columns, void* stream);
-#endif
 
 }  // namespace ts::quant

@@ -25,13 +25,12 @@ TS_QUANT_DECLARE(bf16)
 TS_QUANT_DECLARE(fp16)
 #undef TS_QUANT_DECLARE
 
-#if defined(TS_WITH_CUDA)
-// `dtype` is that of x or out: kF32, kBF16 or kF16. Work is queued on `stream`; nothing waits.
+// Only in builds with CUDA; `dtype` is that of x or out: kF32, kBF16 or kF16. Work is queued on
+// `stream`; nothing waits.
 void launch_quantize_nvfp4(const void* x, DType dtype, uint8_t* codes, uint8_t* scales,
                            float* tensor_scale, uint32_t* peak, int64_t rows, int64_t columns,
                            void* stream);
 void launch_dequantize_nvfp4(const uint8_t* codes, const uint8_t* scales, const float* tensor_scale,
                              void* out, DType dtype, int64_t rows, int64_t columns, void* stream);
-#endif
 
 }  // namespace ts::quant

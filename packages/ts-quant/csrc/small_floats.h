@@ -31,11 +31,13 @@ TS_HOST_DEVICE static inline uint32_t e2m1_code(float x) {
   return code | ((bits >> 28) & 8u);
 }
 
-// OCP MX: the largest power of two not above absmax, over the largest power of two of e4m3, 2^8.
-// 255 stands for an absmax that is not finite.
+// The smallest power of two with absmax / scale <= 448 = 1.75 * 2^8: nothing saturates, but for the
+// last octave, where a value could round up to infinity. 255: the absmax is not finite.
 TS_HOST_DEVICE static inline uint32_t e8m0_code(float absmax) {
-  const uint32_t exponent = (float_bits(absmax) & 0x7FFFFFFFu) >> 23;
-  return exponent == 255u ? 255u : exponent > 8u ? exponent - 8u : 0u;
+  const uint32_t bits = float_bits(absmax) & 0x7FFFFFFFu, exponent = bits >> 23;
+  if (exponent == 255u) return 255u;
+  const uint32_t code = exponent + (exponent < 254u && (bits & 0x7FFFFFu) > 0x600000u);
+  return code > 8u ? code - 8u : 0u;
 }
 
 // What values are multiplied with before they are rounded: one over the scale. `code` is not 255.

@@ -1,9 +1,9 @@
-"""Operations that decode any set of packed tensors whose sizes follow from the number of values."""
+"""Operations that decode packed tensors: one way to declare them for every codec."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -11,13 +11,28 @@ import torch
 from ts_core.dtypes import dtype_name
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
 
-from ._ops import LIBRARY, REFUSALS, check_block_size, check_float
+from ._ops import LIBRARY, REFUSALS, check_block_size, check_decode, check_float
 
-__all__ = ["DecodeOps", "PackedPart", "define_decode"]
+__all__ = ["DecodeOps", "Operand", "PackedPart", "define_block_decode", "define_decode"]
+
+
+class Operand(NamedTuple):
+    """What a packed tensor has to be for an output of some shape.
+
+    Attributes:
+        dtypes: Accepted dtypes.
+        numel: Number of elements.
+    """
+
+    dtypes: tuple[torch.dtype, ...]
+    numel: int
+
+
+Expected = Callable[[str, Sequence[int], tuple[int, ...]], Iterable[Operand]]
 
 
 class PackedPart(NamedTuple):
-    """One packed tensor of an operation.
+    """One packed tensor of a format whose sizes follow from the number of values.
 
     Attributes:
         name: Its name.
@@ -34,84 +49,72 @@ class DecodeOps(NamedTuple):
     """The two operations that decode a format.
 
     Attributes:
-        new: `(*packed, shape, dtype, block_size) -> Tensor`.
-        out: `(*packed, out, block_size) -> None`.
+        new: `(*packed, shape, dtype, *numbers) -> Tensor`.
+        out: `(*packed, out, *numbers) -> None`.
     """
 
     new: Callable[..., torch.Tensor]
     out: Callable[..., None]
 
 
-def _check_block(function: str, block_size: int) -> None:
-    check_block_size(function, block_size)
+def _check(
+    function: str, names: Sequence[str], tensors: Sequence[torch.Tensor], expected: Iterable[Operand]
+) -> None:
+    device = tensors[0].device
+    for name, tensor, wanted in zip(names, tensors, expected, strict=True):
+        if tensor.dtype not in wanted.dtypes:
+            kinds = " or ".join(map(dtype_name, wanted.dtypes))
+            raise ArgumentTypeError(message(function, name, kinds, dtype_name(tensor.dtype)))
+        if tensor.numel() != wanted.numel or not tensor.is_contiguous() or tensor.device != device:
+            given = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}, on {tensor.device}"
+            wish = f"a contiguous tensor of {wanted.numel} elements on {device}"
+            raise ArgumentError(message(function, name, wish, given))
 
 
 def define_decode(
-    name: str,
-    parts: Sequence[PackedPart],
-    native: Callable[..., None],
-    *,
-    check_size: Callable[[str, int], None] = _check_block,
+    name: str, tensors: Sequence[str], numbers: Sequence[str], native: Callable[..., None], expected: Expected
 ) -> DecodeOps:
     """Declare `dequantize_<name>`, which allocates its result, and `dequantize_<name>_out`.
 
-    The native function checks everything itself, so a call that is right pays for one check only: the ones
-    here word the error after a refusal, and stand alone where there is no native call (fake kernels).
+    The native function checks everything itself, so a call that is right pays for one check only: `expected`
+    words the error after a refusal, and stands alone where there is no native call (fake kernels). Only the
+    size of the first packed tensor is looked at before memory is taken for the result.
 
     Args:
         name: Name of the format.
-        parts: Its packed tensors, in the order of the native function's arguments.
-        native: `(*packed, out, block_size)`, which writes out.
-        check_size: `(function, block_size)` raises for a block size that the format cannot have.
+        tensors: Names of its packed tensors, in the order of the native function's arguments.
+        numbers: Names of its integers, which follow the output.
+        native: `(*packed, out, *numbers)`, which writes out, or raises `ValueError` or `TypeError`.
+        expected: `(function, shape, numbers) -> operands`: what the packed tensors have to be; raises
+            `ArgumentError` for a shape or numbers that no tensor can have.
 
     Returns:
         The operations.
     """
-    count, function = len(parts), f"dequantize_{name}"
-
-    def check(called: str, packed: Sequence[torch.Tensor], numel: int, block_size: int) -> None:
-        check_size(called, block_size)
-        for part, tensor in zip(parts, packed, strict=True):
-            if tensor.dtype != part.dtype:
-                given = dtype_name(tensor.dtype)
-                raise ArgumentTypeError(message(called, part.name, dtype_name(part.dtype), given))
-            size = part.size(numel, block_size)
-            if tensor.numel() != size or not tensor.is_contiguous():
-                expected = f"a contiguous tensor of {size} elements ({numel} values, blocks of {block_size})"
-                given = f"shape {tuple(tensor.shape)}, strides {tensor.stride()}"
-                raise ArgumentError(message(called, part.name, expected, given))
-            if tensor.device != packed[0].device:
-                expected = f"a tensor on {packed[0].device}"
-                raise ArgumentError(message(called, part.name, expected, str(tensor.device)))
+    count, function = len(tensors), f"dequantize_{name}"
 
     def fake(*arguments: Any) -> torch.Tensor:
-        packed, (shape, dtype, block_size) = arguments[:count], arguments[count:]
+        packed, (shape, dtype), rest = arguments[:count], arguments[count : count + 2], arguments[count + 2 :]
         check_float(function, "dtype", dtype)
-        check(function, packed, math.prod(shape), block_size)
+        _check(function, tensors, packed, expected(function, shape, rest))
         return torch.empty(shape, dtype=dtype, device=packed[0].device)
 
     def run(*arguments: Any) -> torch.Tensor:
-        packed, (shape, dtype, block_size) = arguments[:count], arguments[count:]
-        # Before memory is taken for a shape that does not fit.
-        if packed[0].numel() != parts[0].size(math.prod(shape), max(block_size, 1)):
+        packed, (shape, dtype), rest = arguments[:count], arguments[count : count + 2], arguments[count + 2 :]
+        if packed[0].numel() != next(iter(expected(function, shape, rest))).numel:
             fake(*arguments)
         out = torch.empty(shape, dtype=dtype, device=packed[0].device)
         try:
-            native(*packed, out, block_size)
+            native(*packed, out, *rest)
         except REFUSALS:
             fake(*arguments)
             raise
         return out
 
     def check_out(*arguments: Any) -> None:
-        packed, (out, block_size) = arguments[:count], arguments[count:]
-        called = f"{function}_out"
-        check_float(called, "out", out.dtype)
-        if not out.is_contiguous():
-            raise ArgumentError(message(called, "out", "a contiguous tensor", f"strides {out.stride()}"))
-        if out.device != packed[0].device:
-            raise ArgumentError(message(called, "out", f"a tensor on {packed[0].device}", str(out.device)))
-        check(called, packed, out.numel(), block_size)
+        packed, out, rest = arguments[:count], arguments[count], arguments[count + 1 :]
+        check_decode(f"{function}_out", out, packed[0])
+        _check(f"{function}_out", tensors, packed, expected(f"{function}_out", out.shape, rest))
 
     def run_out(*arguments: Any) -> None:
         try:
@@ -120,9 +123,39 @@ def define_decode(
             check_out(*arguments)
             raise
 
-    packed = ", ".join(f"Tensor {part.name}" for part in parts)
-    schema = f"{function}({packed}, SymInt[] shape, ScalarType dtype, int block_size) -> Tensor"
-    out_schema = f"{function}_out({packed}, Tensor(a!) out, int block_size) -> ()"
+    parts = ", ".join(f"Tensor {tensor}" for tensor in tensors)
+    extra = "".join(f", int {number}" for number in numbers)
+    schema = f"{function}({parts}, SymInt[] shape, ScalarType dtype{extra}) -> Tensor"
     new: Any = LIBRARY.define(schema, cpu=run, fake=fake)
-    out: Any = LIBRARY.define(out_schema, cpu=run_out, fake=check_out)
-    return DecodeOps(new, out)
+    into: Any = LIBRARY.define(
+        f"{function}_out({parts}, Tensor(a!) out{extra}) -> ()", cpu=run_out, fake=check_out
+    )
+    return DecodeOps(new, into)
+
+
+def define_block_decode(
+    name: str,
+    parts: Sequence[PackedPart],
+    native: Callable[..., None],
+    *,
+    check_size: Callable[[str, int], None] = check_block_size,
+) -> DecodeOps:
+    """Declare the operations of a format whose sizes follow from the number of values and a block size.
+
+    Args:
+        name: Name of the format.
+        parts: Its packed tensors, in the order of the native function's arguments.
+        native: `(*packed, out, block_size)`, which writes out.
+        check_size: `(function, block_size)` raises for a block size that the format cannot have.
+
+    Returns:
+        The operations; their one number is the block size.
+    """
+
+    def expected(function: str, shape: Sequence[int], numbers: tuple[int, ...]) -> Iterable[Operand]:
+        numel, block_size = math.prod(shape), numbers[0]
+        check_size(function, block_size)
+        for part in parts:
+            yield Operand((part.dtype,), part.size(numel, block_size))
+
+    return define_decode(name, [part.name for part in parts], ("block_size",), native, expected)

@@ -3,18 +3,82 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
 from ts_core.errors import ArgumentError, message
 from ts_core.options import not_yet
 
-from .._ops import Format, check_block_size
+from .._decode_ops import PackedPart, define_block_decode
+from .._ops import LIBRARY, check_block_size, check_float
 from .base import Packed, PackedCodec, Part
 from .meta import Meta
 
-__all__ = ["BlockCodec"]
+__all__ = ["BlockCodec", "Format", "define_format"]
+
+Pair = tuple[torch.Tensor, torch.Tensor]
+
+
+class Format(NamedTuple):
+    """One block-wise format: its layout and its operations.
+
+    Packed tensors are one-dimensional, of `n` values in row-major order: codes `[ceil(n / per_byte)]`, of two
+    in a byte the first in the high nibble, and absmax float32 `[ceil(n / block_size)]`.
+
+    Attributes:
+        name: "nf4" or "int8".
+        codes: Dtype of the codes.
+        per_byte: Codes in one byte.
+        quantize: `(x, block_size) -> (codes, absmax)`.
+        dequantize: `(codes, absmax, shape, dtype, block_size) -> Tensor`.
+        dequantize_out: `(codes, absmax, out, block_size) -> None`.
+    """
+
+    name: str
+    codes: torch.dtype
+    per_byte: int
+    quantize: Callable[[torch.Tensor, int], Pair]
+    dequantize: Callable[..., torch.Tensor]
+    dequantize_out: Callable[..., None]
+
+
+def define_format(name: str, code_dtype: torch.dtype, per_byte: int, encode: Any, decode: Any) -> Format:
+    """Declare the three operations of one block-wise format on top of its two native functions.
+
+    Args:
+        name: Name of the format.
+        code_dtype: Dtype of the codes.
+        per_byte: Codes in one byte.
+        encode: `(x, codes, absmax, block_size)`, which writes codes and absmax.
+        decode: `(codes, absmax, out, block_size)`, which writes out.
+
+    Returns:
+        Layout and operations.
+    """
+    function = f"quantize_{name}"
+    parts = (
+        PackedPart("codes", code_dtype, lambda numel, block_size: -(-numel // per_byte)),
+        PackedPart("absmax", torch.float32, lambda numel, block_size: -(-numel // block_size)),
+    )
+
+    def fake(x: torch.Tensor, block_size: int) -> Pair:
+        check_float(function, "x", x.dtype)
+        check_block_size(function, block_size)
+        codes, absmax = (
+            torch.empty(part.size(x.numel(), block_size), dtype=part.dtype, device=x.device) for part in parts
+        )
+        return codes, absmax
+
+    def run(x: torch.Tensor, block_size: int) -> Pair:
+        codes, absmax = fake(x, block_size)
+        encode(x.contiguous(), codes, absmax, block_size)
+        return codes, absmax
+
+    schema = f"{function}(Tensor x, int block_size) -> (Tensor codes, Tensor absmax)"
+    quantize: Any = LIBRARY.define(schema, cpu=run, fake=fake)
+    return Format(name, code_dtype, per_byte, quantize, *define_block_decode(name, parts, decode))
 
 
 class BlockCodec(PackedCodec):

@@ -19,7 +19,7 @@ import torch
 from ts_core.errors import ArgumentError, message
 
 from .. import _C
-from .._decode_ops import DecodeOps, PackedPart, define_decode
+from .._decode_ops import DecodeOps, PackedPart, define_block_decode
 from .._ops import check_block_size
 from .base import Packed, PackedCodec, Part
 from .meta import Meta
@@ -30,10 +30,10 @@ __all__ = ["BNB_FP4_CODEC", "BNB_INT8_CODEC", "FP4", "FP4_DQ", "INT8_ROWS"]
 _CODES = PackedPart("codes", torch.uint8, lambda numel, block_size: -(-numel // 2))
 _ABSMAX = PackedPart("absmax", torch.float32, lambda numel, block_size: -(-numel // block_size))
 
-FP4 = define_decode("fp4", (_CODES, _ABSMAX), _C.dequantize_fp4)
+FP4 = define_block_decode("fp4", (_CODES, _ABSMAX), _C.dequantize_fp4)
 """Operations that decode fp4 with fp32 scales."""
 
-FP4_DQ = define_decode("fp4_dq", (_CODES, *MAP_PARTS), _C.dequantize_fp4_dq)
+FP4_DQ = define_block_decode("fp4_dq", (_CODES, *MAP_PARTS), _C.dequantize_fp4_dq)
 """Operations that decode fp4 with quantized scales."""
 
 
@@ -42,7 +42,7 @@ def _check_columns(function: str, columns: int) -> None:
         raise ArgumentError(message(function, "block_size", "the length of a row, >= 1", columns))
 
 
-INT8_ROWS = define_decode(
+INT8_ROWS = define_block_decode(
     "int8_rows",
     (
         PackedPart("codes", torch.int8, lambda numel, columns: numel),

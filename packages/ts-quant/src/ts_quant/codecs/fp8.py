@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
 from .. import _C
-from .._ops import LIBRARY, check_decode, check_float, check_packed, decode_with
+from .._decode_ops import Operand, define_decode
+from .._ops import LIBRARY, check_float
 from .base import Packed, PackedCodec, Part
 from .meta import Meta
 
@@ -39,14 +39,10 @@ def _scale_dtype(layout: int) -> torch.dtype:
     return torch.uint8 if layout == _MX else torch.float32
 
 
-def _check_packed(
-    function: str, codes: torch.Tensor, scale: torch.Tensor, shape: Sequence[int], layout: int
-) -> None:
-    expected = {
-        "codes": (codes, torch.uint8, math.prod(shape)),
-        "scale": (scale, _scale_dtype(layout), math.prod(_tiles(shape, layout))),
-    }
-    check_packed(function, expected)
+def _expected(function: str, shape: Sequence[int], numbers: tuple[int, ...]) -> list[Operand]:
+    (layout,) = numbers
+    scales = math.prod(_tiles(shape, layout))
+    return [Operand((torch.uint8,), math.prod(shape)), Operand((_scale_dtype(layout),), scales)]
 
 
 def _encode_fake(x: torch.Tensor, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -62,44 +58,11 @@ def _encode(x: torch.Tensor, layout: int) -> tuple[torch.Tensor, torch.Tensor]:
     return codes, scale
 
 
-def _decode_fake(
-    codes: torch.Tensor, scale: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, layout: int
-) -> torch.Tensor:
-    check_float("dequantize_fp8", "dtype", dtype)
-    _check_packed("dequantize_fp8", codes, scale, shape, layout)
-    return torch.empty(shape, dtype=dtype, device=codes.device)
-
-
-def _decode(
-    codes: torch.Tensor, scale: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, layout: int
-) -> torch.Tensor:
-    out = _decode_fake(codes, scale, shape, dtype, layout)
-    _C.dequantize_fp8(codes, scale, out, layout)
-    return out
-
-
-def _decode_out_fake(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, layout: int) -> None:
-    check_decode("dequantize_fp8_out", out, codes)
-    _check_packed("dequantize_fp8_out", codes, scale, out.shape, layout)
-
-
-def _decode_out(codes: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, layout: int) -> None:
-    decode_with(_C.dequantize_fp8, _decode_out_fake, codes, scale, out, layout)
-
-
-_PARTS = "Tensor codes, Tensor scale"
 quantize_fp8 = LIBRARY.define(
     "quantize_fp8(Tensor x, int layout) -> (Tensor codes, Tensor scale)", cpu=_encode, fake=_encode_fake
 )
-dequantize_fp8 = LIBRARY.define(
-    f"dequantize_fp8({_PARTS}, SymInt[] shape, ScalarType dtype, int layout) -> Tensor",
-    cpu=_decode,
-    fake=_decode_fake,
-)
-dequantize_fp8_out = LIBRARY.define(
-    f"dequantize_fp8_out({_PARTS}, Tensor(a!) out, int layout) -> ()",
-    cpu=_decode_out,
-    fake=_decode_out_fake,
+dequantize_fp8, dequantize_fp8_out = define_decode(
+    "fp8", ("codes", "scale"), ("layout",), _C.dequantize_fp8, _expected
 )
 
 
@@ -159,7 +122,7 @@ class Fp8Codec(PackedCodec):
         """Decode; see the base class."""
         codes, scale = packed["codes"], packed["scale"]
         if out is None:
-            return cast(torch.Tensor, dequantize_fp8(codes, scale, shape, dtype, self.layout))
+            return dequantize_fp8(codes, scale, shape, dtype, self.layout)
         self.check_out(out, shape, dtype)
         dequantize_fp8_out(codes, scale, out, self.layout)
         return out

@@ -11,9 +11,10 @@ from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import ArgumentError, TrainStreamError, message
 
 from .. import _C
+from .._decode_ops import Operand, define_decode
 from .base import Packed, Part
 from .meta import Meta
-from .published import Operand, PublishedCodec, define_published
+from .published import PublishedCodec
 
 __all__ = ["FP8_EXPORT_CODEC", "MXFP4_CODEC", "NVFP4_EXPORT_CODEC", "Fp4Codec", "Fp8ExportCodec"]
 
@@ -58,14 +59,14 @@ def _expected_fp8(function: str, shape: Sequence[int], numbers: tuple[int, ...])
     return [Operand(_BYTES, rows * columns), Operand(_FLOAT, tiles)]
 
 
-FP4 = define_published(
+FP4 = define_decode(
     "published_fp4",
     ("codes", "scales", "tensor_scale"),
     ("kind", "transposed"),
     _native_fp4,
     _expected_fp4,
 )
-FP8 = define_published(
+FP8 = define_decode(
     "published_fp8",
     ("codes", "scales"),
     ("tile_rows", "tile_columns"),

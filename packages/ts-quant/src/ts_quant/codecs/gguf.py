@@ -10,9 +10,10 @@ import torch
 from ts_core.errors import ArgumentError, message
 
 from .. import _C
+from .._decode_ops import Operand, define_decode
 from .base import Packed, Part
 from .meta import Meta
-from .published import Operand, PublishedCodec, define_published
+from .published import PublishedCodec
 
 __all__ = ["GGUF_CODECS", "GgufCodec"]
 
@@ -39,7 +40,7 @@ def _expected(function: str, shape: Sequence[int], numbers: tuple[int, ...]) -> 
     return [Operand((torch.uint8,), numel // values * size)]
 
 
-GGUF = define_published("gguf", ("blocks",), ("type",), _C.dequantize_gguf, _expected)
+GGUF = define_decode("gguf", ("blocks",), ("type",), _C.dequantize_gguf, _expected)
 
 
 class GgufCodec(PublishedCodec):

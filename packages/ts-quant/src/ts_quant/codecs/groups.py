@@ -14,9 +14,10 @@ from ts_core.dtypes import dtype_name, parse_dtype
 from ts_core.errors import ArgumentError, TrainStreamError, message
 
 from .. import _C
+from .._decode_ops import Operand, define_decode
 from .base import Packed, Part
 from .meta import Meta
-from .published import Operand, PublishedCodec, define_published
+from .published import PublishedCodec
 
 __all__ = ["AWQ_CODEC", "GPTQ_CODEC", "GroupCodec"]
 
@@ -59,10 +60,12 @@ def _native(
     groups: int,
     ordered: int,
 ) -> None:
+    if bool(g_idx.numel()) != bool(ordered) or scales.numel() != groups * out.shape[0]:
+        raise ValueError("the numbers say otherwise than the tensors")
     _C.dequantize_groups(codes, zeros, scales, g_idx, out, group_size, bits, bool(awq), zero_offset)
 
 
-GROUPS = define_published(
+GROUPS = define_decode(
     "groups",
     ("codes", "zeros", "scales", "g_idx"),
     ("group_size", "bits", "awq", "zero_offset", "groups", "ordered"),

@@ -7,9 +7,10 @@ from typing import Any
 import torch
 
 from .. import _C
-from .._decode_ops import PackedPart, define_decode
-from .._ops import LIBRARY, check_block_size, check_float, define_format
+from .._decode_ops import PackedPart, define_block_decode
+from .._ops import LIBRARY, check_block_size, check_float
 from .base import Packed
+from .blockwise import define_format
 from .nested import LOG_PARTS, NestedBlockCodec, Nesting, nest_in_logs
 
 __all__ = ["ENCODE_INT8_DQ", "INT8", "INT8_CODEC", "INT8_DQ"]
@@ -18,7 +19,7 @@ INT8 = define_format("int8", torch.int8, 1, _C.quantize_int8, _C.dequantize_int8
 """Layout and operations."""
 
 _CODES = PackedPart("codes", torch.int8, lambda numel, block_size: numel)
-INT8_DQ = define_decode("int8_dq", (_CODES, *LOG_PARTS), _C.dequantize_int8_dq)
+INT8_DQ = define_block_decode("int8_dq", (_CODES, *LOG_PARTS), _C.dequantize_int8_dq)
 """Operations that decode it with quantized scales."""
 
 

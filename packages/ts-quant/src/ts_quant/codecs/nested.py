@@ -22,9 +22,8 @@ import torch
 from ts_core.errors import ArgumentError, message
 
 from .._decode_ops import DecodeOps, PackedPart
-from .._ops import Format
 from .base import Packed, Part
-from .blockwise import BlockCodec
+from .blockwise import BlockCodec, Format
 from .meta import Meta
 
 __all__ = [

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 
 from .. import _C
-from .._ops import LIBRARY, check_decode, check_float, check_packed, decode_with
+from .._decode_ops import Operand, define_decode
+from .._ops import LIBRARY, check_float
 from .base import Packed, PackedCodec, Part
 from .meta import Meta
 
@@ -26,16 +26,9 @@ def _sizes(shape: Sequence[int]) -> tuple[int, int]:
     return rows * -(-columns // 2), rows * -(-columns // _GROUP)
 
 
-def _check_packed(
-    function: str, codes: torch.Tensor, scale: torch.Tensor, whole: torch.Tensor, shape: Sequence[int]
-) -> None:
+def _expected(function: str, shape: Sequence[int], numbers: tuple[int, ...]) -> list[Operand]:
     bytes_, groups = _sizes(shape)
-    expected = {
-        "codes": (codes, torch.uint8, bytes_),
-        "scale": (scale, torch.uint8, groups),
-        "tensor_scale": (whole, torch.float32, 1),
-    }
-    check_packed(function, expected)
+    return [Operand((torch.uint8,), bytes_), Operand((torch.uint8,), groups), Operand((torch.float32,), 1)]
 
 
 def _encode_fake(x: torch.Tensor) -> Triple:
@@ -53,54 +46,13 @@ def _encode(x: torch.Tensor) -> Triple:
     return codes, scale, whole
 
 
-def _decode_fake(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    tensor_scale: torch.Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    check_float("dequantize_nvfp4", "dtype", dtype)
-    _check_packed("dequantize_nvfp4", codes, scale, tensor_scale, shape)
-    return torch.empty(shape, dtype=dtype, device=codes.device)
-
-
-def _decode(
-    codes: torch.Tensor,
-    scale: torch.Tensor,
-    tensor_scale: torch.Tensor,
-    shape: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
-    out = _decode_fake(codes, scale, tensor_scale, shape, dtype)
-    _C.dequantize_nvfp4(codes, scale, tensor_scale, out)
-    return out
-
-
-def _decode_out_fake(
-    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor, out: torch.Tensor
-) -> None:
-    check_decode("dequantize_nvfp4_out", out, codes)
-    _check_packed("dequantize_nvfp4_out", codes, scale, tensor_scale, out.shape)
-
-
-def _decode_out(
-    codes: torch.Tensor, scale: torch.Tensor, tensor_scale: torch.Tensor, out: torch.Tensor
-) -> None:
-    decode_with(_C.dequantize_nvfp4, _decode_out_fake, codes, scale, tensor_scale, out)
-
-
-_PARTS = "Tensor codes, Tensor scale, Tensor tensor_scale"
 quantize_nvfp4 = LIBRARY.define(
     "quantize_nvfp4(Tensor x) -> (Tensor codes, Tensor scale, Tensor tensor_scale)",
     cpu=_encode,
     fake=_encode_fake,
 )
-dequantize_nvfp4 = LIBRARY.define(
-    f"dequantize_nvfp4({_PARTS}, SymInt[] shape, ScalarType dtype) -> Tensor", cpu=_decode, fake=_decode_fake
-)
-dequantize_nvfp4_out = LIBRARY.define(
-    f"dequantize_nvfp4_out({_PARTS}, Tensor(a!) out) -> ()", cpu=_decode_out, fake=_decode_out_fake
+dequantize_nvfp4, dequantize_nvfp4_out = define_decode(
+    "nvfp4", ("codes", "scale", "tensor_scale"), (), _C.dequantize_nvfp4, _expected
 )
 
 
@@ -153,7 +105,7 @@ class Nvfp4Codec(PackedCodec):
         """Decode; see the base class."""
         parts = packed["codes"], packed["scale"], packed["tensor_scale"]
         if out is None:
-            return cast(torch.Tensor, dequantize_nvfp4(*parts, shape, dtype))
+            return dequantize_nvfp4(*parts, shape, dtype)
         self.check_out(out, shape, dtype)
         dequantize_nvfp4_out(*parts, out)
         return out

@@ -5,18 +5,20 @@ The tables are those of the OCP 8-bit floating point specification (e4m3: sign, 
 $2^{b - 127}$, 255 is NaN). A number is rounded to the nearest table value, ties go to the even code, and what
 is beyond the largest becomes the largest. Arithmetic on values is fp32, results are rounded once.
 
-**Layouts.** A tensor is matrices: the last dimension makes the columns, the one before it the rows. Each tile
-has one scale. *mx32*: 1 x 32, an e8m0 scale $2^{\lfloor \log_2 a \rfloor - 8}$ of the tile's absmax $a$ (not
-below $2^{-127}$; code 0 for a tile of zeros), $q = \mathrm{e4m3}(x / s)$. *row*: 1 x columns, *block*: 128 x
-128; $s = a / 448$ in fp32; where that is 0, codes are 0. $\hat x = q s$.
+**Layouts.** A tensor is matrices: the last dimension makes the columns, the one before it the rows. Each
+tile has one scale. *mx32*: 1 x 32, an e8m0 scale $2^{\lceil \log_2(a / 448) \rceil}$ of the tile's absmax
+$a$ (from $2^{-127}$ to $2^{119}$; code 0 for a tile of zeros), $q = \mathrm{e4m3}(x / s)$. *row*: 1 x
+columns, *block*: 128 x 128; $s = a / 448$ in fp32; where that is 0, codes are 0. $\hat x = q s$.
 
 **nvfp4.** Tensor scale $t = a_{tensor} / 2688$ in fp32 (1 where that is 0). For each 16 columns of a row
 $w = a / 6 / t$, $s = \mathrm{e4m3}(w)$, or the next smaller code where $s > 1.1 w$ (which only happens below
 $2^{-6}$; without it small groups would grow); $q = \mathrm{e2m1}(x / (s t))$, codes 0 where $s t = 0$;
 $\hat x = q (s t)$. Rows start at a byte; two codes share one, the first in the low nibble.
 
-Sources: OCP OFP8 1.0 and OCP Microscaling Formats (MX) 1.0, opencompute.org; NVFP4: NVIDIA's description of
-its block format (16 elements, e4m3 scale, fp32 tensor scale).
+Sources: OCP OFP8 1.0 and OCP Microscaling Formats (MX) 1.0, opencompute.org; scales of mx32 are not rounded
+down as there, which cuts off up to an eighth of a tile's largest value, but up, as in "Recipes for Pre-
+training LLMs with MXFP8", arXiv:2506.08027. NVFP4: NVIDIA's description of its block format (16 elements,
+e4m3 scale, fp32 tensor scale).
 """
 
 from __future__ import annotations
@@ -136,8 +138,9 @@ def quantize_fp8(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tens
     if not tiles.numel():
         absmax = tiles.new_zeros(tiles.shape[0], tiles.shape[1], tiles.shape[3])
     if layout == "mx32":
-        # frexp gives absmax = m * 2^e with 0.5 <= m < 1: floor(log2(absmax)) = e - 1
-        exponent = torch.frexp(absmax.double()).exponent - 1 - 8
+        # absmax / 448 = m * 2^e with 0.5 <= m < 1, in float64 on the same side of 0.5 as the exact quotient
+        mantissa, exponent = torch.frexp(absmax.double() / 448)
+        exponent = (exponent - (mantissa == 0.5).int()).clamp(max=119)
         stored = torch.where(absmax == 0, 0, (exponent + 127).clamp(min=0)).to(torch.uint8)
         scale, nothing = _e8m0(stored), absmax == 0
     else:

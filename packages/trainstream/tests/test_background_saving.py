@@ -187,6 +187,18 @@ def test_one_that_fails_says_so_at_the_next_step_and_leaves_the_one_before(tmp_p
     assert all(torch.equal(found[n], p) for n, p in model.named_parameters() if n in found)
 
 
+def test_one_that_nobody_asked_about_is_logged_at_the_end(tmp_path, caplog):
+    folder = tmp_path / "missing"
+    save_in_background([(folder / "a.safetensors", {"w": torch.ones(2)}, None)])._thread.join()
+    assert len(background._open) == 1
+    background._at_exit()
+    assert "failed" in caplog.text
+    assert str(folder) in caplog.text
+    assert not background._open
+    save_in_background([(tmp_path / "a.safetensors", {"w": torch.ones(2)}, None)])._thread.join()
+    assert not background._open
+
+
 def test_weights_that_somebody_else_writes_are_never_saved(tmp_path, monkeypatch):
     gate = Gate(monkeypatch, free=1)
     model, optimizer = wrapped()

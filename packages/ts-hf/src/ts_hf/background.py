@@ -14,7 +14,6 @@ import itertools
 import logging
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -114,9 +113,9 @@ class BackgroundSave:
             entries = {name: _Entry(t, bool(_storages([t]) & changing)) for name, t in plain.items()}
             self._files.append((path, entries, metadata))
         self._hooks = [o.register_step_pre_hook(self._before_step) for o in optimizers]
+        _open.add(self)
         self._thread = threading.Thread(target=self._run, name="trainstream-save")
         self._thread.start()
-        atexit.register(_at_exit, weakref.ref(self))
 
     # ------------------------------------------------------------------------------------- the thread
 
@@ -134,6 +133,8 @@ class BackgroundSave:
                 self._over = True
                 self._files = []
                 self._lock.notify_all()
+            if self._error is None:
+                _open.discard(self)
 
     @contextlib.contextmanager
     def _claim(self, name: str, entry: _Entry) -> Iterator[torch.Tensor]:
@@ -202,6 +203,7 @@ class BackgroundSave:
     def _raise(self) -> None:
         error, self._error = self._error, None
         if error is not None:
+            _open.discard(self)
             self._remove_hooks()
             raise error
 
@@ -221,14 +223,17 @@ class BackgroundSave:
         self._raise()
 
 
-def _at_exit(reference: weakref.ref[BackgroundSave]) -> None:
-    save = reference()
-    if save is None:
-        return
-    try:
-        save.wait()
-    except Exception as error:
-        LOGGER.error("the last background save failed: %s", error)
+#: Saves under way, and those that failed and nobody was told.
+_open: set[BackgroundSave] = set()
+
+
+@atexit.register
+def _at_exit() -> None:
+    for save in list(_open):
+        try:
+            save.wait()
+        except Exception as error:
+            LOGGER.error("a save in the background failed: %s", error)
 
 
 def default_copy_bytes() -> int:

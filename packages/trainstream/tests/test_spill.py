@@ -250,3 +250,21 @@ def test_a_session_finds_out_and_the_losses_stay_the_same(slow, tmp_path, monkey
     assert "activation_offload=auto: RAM has room for the activations of" in said
     assert ("max_activation_slowdown" in said) == slow
     trainstream.unwrap(model)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_under_a_gpu_blocks_without_room_offload_within_the_budget(tmp_path, monkeypatch):
+    """Whatever time says here, so much may be added that they do."""
+    _, _, expected, _ = trained(tmp_path, device="cuda")
+    monkeypatch.setattr(_tuner.Tuner, "_peak", lambda self: 1 << 40)  # a step takes all there is
+    room = trainstream._budget.CONTEXT_BYTES + torch.cuda.memory_allocated() + (256 << 20)
+    options = {"device": "cuda", "vram_budget": room, "max_activation_slowdown": 1e6}
+    model, session, losses, policies = trained(tmp_path, steps=20, **options)
+    assert losses[:14] == expected
+    assert not session.adapting
+    said = " ".join(session.decisions)
+    assert "activation_offload=auto: RAM has room for the activations of" in said
+    assert "offload" in policies[-1]
+    assert session.pager.activations.parked > 0
+    trainstream.unwrap(model)

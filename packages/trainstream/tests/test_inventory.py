@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import trainstream
-from trainstream import _wrap
+from trainstream import _decide, _wrap
 from trainstream._budget import Limits, host_used
 from trainstream._inventory import Inventory, reserve_for
 from ts_core.blocks import block_map, find_blocks
@@ -301,6 +301,7 @@ def tight(monkeypatch):
     room = 1 << 20
     bounds = Limits(Budgets(room, None, 1 << 40), None, host_used, 1 << 50)
     monkeypatch.setattr(_wrap, "limits", lambda *_: bounds)
+    monkeypatch.setattr(_decide, "TOKENS", 1 << 24)  # and inputs may be long
 
 
 def trained(model, ids, optimizer=None):

@@ -22,7 +22,7 @@ from trainstream._tuner import Tuner
 from ts_core.blocks import block_map, find_blocks
 from ts_core.errors import OptionError
 from ts_core.guard import GuardedParameter, guard_of
-from ts_core.planner import Budgets, Layout
+from ts_core.planner import Budgets, Layout, least
 from ts_core.usage import CONTEXT_BYTES
 from ts_optim import OffloadAdamW
 from ts_paging.pager import WeightPager
@@ -100,8 +100,8 @@ def test_what_does_not_work_on_the_host_stays_as_it_was(kind, monkeypatch):
 
 def test_short_of_room_weights_stream_first_and_settle_later():
     model = model_of()
-    tight = reserve_for(Inventory(model, block_map(model), find_blocks(model)))
-    decided, inventory = decided_for(model, None, Budgets(tight, LOTS, LOTS))
+    tight = least(decided_for(model, None, Budgets(LOTS, LOTS, LOTS))[0].specs)
+    decided, inventory = decided_for(model, None, Budgets(2 * tight, LOTS, LOTS))
     assert decided.layout.paged == frozenset(range(len(inventory.units)))
     assert decided.layout.settled == ()
     assert decided.layout.slots == 2

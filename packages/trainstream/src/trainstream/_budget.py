@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from trainstream import _session
 from trainstream._options import WrapOptions
 from ts_core import memory
+from ts_core.headroom import arena_growth, unplanned
 from ts_core.planner import Budgets
 from ts_core.usage import CONTEXT_BYTES, host_usage, release_free_memory
 from ts_optim.gradients import gradient_of
@@ -20,10 +21,6 @@ from ts_paging.files import locate
 from ts_quant import QuantizedTensor
 
 __all__ = ["Limits", "host_used", "limits"]
-
-#: A page table takes 1/512 of what it maps; weights come with moments and gradients, four times their bytes.
-_PAGE_TABLES = 128
-_KERNEL = 8 << 20  # inodes, requests under way and the like, where a control group counts them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,12 +119,7 @@ def limits(
     if options.ram_budget is not None:
         ram = min(ram, options.ram_budget - outside)
     if cpu:
-        # Left unplanned: what the heap loses between blocks, and what the kernel needs for mapped files.
-        spare = (
-            max(ram, 0) // 12
-            + min(_KERNEL, max(ram, 0) // 10)
-            + sum(t.numel() * t.element_size() for t in tensors) // _PAGE_TABLES
-        )
+        spare = unplanned(ram, sum(t.numel() * t.element_size() for t in tensors))
         cap = options.ram_budget
         most = cap if cap is not None else outside + max(ram, 0)
         budgets = Budgets(ram - spare, None, disk)
@@ -161,4 +153,4 @@ def _device_limits(
         return torch.cuda.memory_allocated(device)
 
     room = usable + others
-    return Limits(Budgets(usable, ram, disk), cap, used, room, cap, others)
+    return Limits(Budgets(usable, ram - arena_growth(ram), disk), cap, used, room, cap, others)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 
@@ -11,12 +12,14 @@ from torch.optim import Optimizer
 
 import ts_quant
 from trainstream._budget import Limits
+from trainstream._first import TOKENS, Planned, Question, first_plan, question
 from trainstream._inventory import Inventory, reserve_for
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked
 from trainstream._staging import frozen_weights
 from ts_core.blocks import BlockMap, parameter_bytes
 from ts_core.errors import DoesNotFitError
+from ts_core.hardware import HardwareProfile
 from ts_core.memory import format_bytes
 from ts_core.plan import BlockPlan, Numerics, Plan
 from ts_core.planner import Budgets, GroupSpec, Layout, least, place
@@ -47,6 +50,10 @@ class Decided:
         reserve: Bytes of the device that the layout counts for activations and temporaries.
         settling: Indices of trained groups whose optimizer works on the host until they are wholly resident:
             paged until then, in a slot of their own as soon as there is room.
+        want: What the options ask for, with what each block falls back to as planned.
+        depth: Blocks that are fetched ahead.
+        tokens: Of a micro-batch that was planned for; 0 where a run starts from the least memory.
+        step_s: Seconds of a step under the plan, as predicted; 0 likewise.
     """
 
     codec: str
@@ -61,6 +68,10 @@ class Decided:
     precise: frozenset[int] = frozenset()
     governed: bool = True
     settling: frozenset[int] = frozenset()
+    want: Asked | None = None
+    depth: int = 1
+    tokens: int = 0
+    step_s: float = 0.0
 
 
 def decide(
@@ -73,11 +84,13 @@ def decide(
     bounds: Limits,
     options: WrapOptions,
     formats: list[str],
+    hardware: HardwareProfile | None = None,
 ) -> Decided:
-    """Choose codec and placement.
+    """Choose codec, moments, placement and policies.
 
-    With room for everything and a generous estimate of activations, nothing is paged. Otherwise, and always
-    where a budget is tight, everything that can be paged is, and what returns is decided by measurement.
+    What the search finds is done, planned for `plan_tokens` tokens at once or, where nobody has said, for
+    2,048. If it finds nothing for these, a run starts from the least memory: everything that can be paged is,
+    and what returns is decided by measurement.
 
     `formats` are those that moments may have, best first.
 
@@ -90,26 +103,30 @@ def decide(
     if not frozen:
         codecs = codecs[:1]
     auto = wanted == "auto"
-    reserve = reserve_for(inventory)
     forced = _forced(inventory, want, options)
     settling = _settling(inventory, device, optimizer)
 
     size, fit, double = options.quant_block_size, options.error_rank, options.double_quant
     precise: dict[str, frozenset[int]] = {}
+    known: dict[tuple[str, str], list[GroupSpec]] = {}
 
     def specs_of(codec: str, moments: str) -> list[GroupSpec]:
+        if (codec, moments) in known:
+            return known[codec, moments]
         packed = frozen if codec != "none" else frozenset()
         if codec not in precise:  # measured once, where it is asked for and the codec has one above it
             weights = ((id(p), p) for p in frozen_weights(model, blocks))
             precise[codec] = precise_names(weights, codec, size, options.keep_precise, double)
         kept = precise[codec]
-        return inventory.specs(device, optimizer, codec, size, packed, settling, moments, kept, fit, double)
+        found = inventory.specs(device, optimizer, codec, size, packed, settling, moments, kept, fit, double)
+        return known.setdefault((codec, moments), found)
 
-    def decided(found: _Found, adapts: bool, why: list[str], held: int = 0, governed: bool = True) -> Decided:
+    def decided(found: _Found, adapts: bool, why: list[str], planned: Planned | None = None) -> Decided:
         packed = frozen if found.codec != "none" else frozenset()
         hooked = want.hooked or adapts or bool(found.layout.paged)
         if len(formats) > 1:
             why = [*why, _why_moments(found, formats, specs_of, bounds)]
+        held = planned.prediction.activation_bytes if planned is not None else 0
         return Decided(
             codec=found.codec,
             packed=packed,
@@ -121,58 +138,112 @@ def decide(
             why=why,
             moments=found.moments,
             reserve=held,
-            governed=governed,
+            governed=planned is None or _governed(planned, inventory, forced, bounds),
             settling=settling,
+            want=want if planned is None else dataclasses.replace(want, fallback=planned.fallback),
+            depth=options.prefetch_depth if planned is None else planned.slots - 1,
+            tokens=0 if planned is None else planned.tokens,
+            step_s=0.0 if planned is None else planned.prediction.step_s,
         )
 
     slots = options.prefetch_depth + 1
     # Short of RAM under a GPU, smaller moments come before files, unless a directory for them was named.
     dry = device.type != "cpu" and options.disk_offload is None
-    first = codecs if auto and options.prefer == "speed" else codecs[:1]
-    own = frozenset(index for index in settling if forced[index] is not True)
-    resident = [bool(force) or index in settling for index, force in enumerate(forced)]
-    found, _ = _first(
-        [(c, m) for c in first for m in formats],
-        lambda c, m: place(
-            specs_of(c, m), bounds.budgets, reserve=reserve, forced=resident, slots=slots, settled=own
-        ),
-        specs_of,
-        dry,
+    groups = BlockMap(tuple(unit.group for unit in inventory.units))
+    asked = question(
+        model, groups, inventory, device, want, bounds.budgets, options, specs_of, forced, settling, hardware
     )
-    if found is not None:
-        governed = bounds.cap is not None and bool(inventory.blocks)
-        adapts = governed or (bool(own) and options.offload == "auto")
-        return decided(found, adapts, _why_codec(found, auto, bounds), reserve, governed)
     everything = [
         force if force else bool(unit.pageable) and (force is None or index in settling)
         for index, (force, unit) in enumerate(zip(forced, inventory.units, strict=True))
     ]
     own = frozenset(index for index in settling if forced[index] is False)
-    found, problem = _first(
-        [(c, m) for c in codecs for m in formats],
-        lambda c, m: place(specs_of(c, m), bounds.budgets, forced=everything, slots=slots, settled=own),
+
+    def least_layout(codec: str, moments: str, budgets: Budgets) -> Layout:
+        return place(specs_of(codec, moments), budgets, forced=everything, slots=slots, settled=own)
+
+    # Adapters and other small tensors keep exact moments: they are few.
+    tried = formats if any(s.updated for s in specs_of(codecs[0], formats[0])) else formats[:1]
+    planned = _planned(asked, codecs, tried, options, least_layout, dry)
+    if planned is not None:
+        found = _Found(
+            planned.codec, planned.moments, planned.layout, specs_of(planned.codec, planned.moments)
+        )
+        adapts = _governed(planned, inventory, forced, bounds) or (
+            bool(settling) and options.offload == "auto"
+        )
+        return decided(found, adapts, [*_why_codec(found, auto, bounds), *planned.why], planned)
+    least_found, problem = _first(
+        [(c, m) for c in codecs for m in tried],
+        lambda c, m: least_layout(c, m, bounds.budgets),
         specs_of,
         dry,
     )
-    if found is not None:
+    if least_found is not None and options.plan_tokens is None:
+        found = least_found
         frees = any(force is None and here for force, here in zip(forced, everything, strict=True))
         why = _why_codec(found, auto, bounds)
         if frees:
-            need = format_bytes(sum(s.device + s.fixed for s in found.specs) + reserve)
             why.append(
-                f"param_offload=auto: {need} for everything at once, {format_bytes(bounds.budgets.device)} "
-                f"may be used: {len(found.layout.paged)} groups start paged"
+                f"param_offload=auto: nothing fits {TOKENS:,} tokens at once for certain, "
+                f"{format_bytes(bounds.budgets.device)} may be used: {len(found.layout.paged)} groups start "
+                "paged"
             )
         adapts = frees or (bool(own) and options.offload == "auto")
         return decided(found, adapts and bool(inventory.blocks), why)
     if not options.check_memory:
+        resident = [bool(force) or index in settling for index, force in enumerate(forced)]
         own = frozenset(index for index in settling if forced[index] is not True)
         specs = specs_of(codecs[0], formats[0])
         unlimited = Budgets(1 << 62, 1 << 62, 1 << 62)
         layout = place(specs, unlimited, forced=resident, settled=own)
         return decided(_Found(codecs[0], formats[0], layout, specs), False, [])
-    specs = specs_of(codecs[-1], formats[-1])
+    specs = specs_of(codecs[-1], tried[-1])
+    if least_found is not None:
+        problem = DoesNotFitError(
+            f"no placement has room for {options.plan_tokens:,} tokens at once (plan_tokens)"
+        )
     raise DoesNotFitError(_refusal(problem, inventory, specs, everything, own, bounds, options))
+
+
+def _planned(
+    asked: Question,
+    codecs: Sequence[str],
+    formats: Sequence[str],
+    options: WrapOptions,
+    least_layout: Callable[[str, str, Budgets], Layout],
+    dry: bool,
+) -> Planned | None:
+    """Return what the search finds.
+
+    Where nobody has said how long inputs are, codec and moments are not chosen by what activations may take:
+    they are the first that can be trained with at all.
+    """
+    if options.plan_tokens is not None or (options.prefer == "speed" and len(codecs) > 1):
+        return first_plan(asked, codecs, formats, options.plan_tokens or TOKENS)
+    budgets = asked.budgets
+    spaces = [dataclasses.replace(budgets, disk=0), budgets] if dry and budgets.disk else [budgets]
+    for space in spaces:
+        here = dataclasses.replace(asked, budgets=space)
+        for codec in codecs:
+            for moments in formats:
+                planned = first_plan(here, [codec], [moments], TOKENS)
+                if planned is not None:
+                    return planned
+                with contextlib.suppress(DoesNotFitError):
+                    least_layout(codec, moments, space)
+                    return None
+    return None
+
+
+def _governed(planned: Planned, inventory: Inventory, forced: Sequence[bool | None], bounds: Limits) -> bool:
+    """Whether saved activations, and what returns, are decided by measurement."""
+    layout = planned.layout
+    streams = any(
+        force is None and tier != "device" and index not in layout.settled
+        for index, (force, tier) in enumerate(zip(forced, layout.tiers, strict=True))
+    )
+    return bool(inventory.blocks) and (bounds.cap is not None or streams or not planned.keeps)
 
 
 @dataclasses.dataclass(frozen=True)

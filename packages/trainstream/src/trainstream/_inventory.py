@@ -188,8 +188,13 @@ class Inventory:
         ours = isinstance(optimizer, OffloadAdamW)
         each = _MOMENTS[moments] if ours else 8
         size_of = _sizes(codec, block_size, double_quant, packed, precise)
+
+        def staged(parameter: Tensor) -> int:
+            coded = isinstance(parameter, QuantizedTensor) or (id(parameter) in packed and codec != "none")
+            return size_of(parameter) if coded else 0
+
         found = [
-            self._spec(unit, cpu or index in settling, ours, held, each, size_of)
+            self._spec(unit, cpu or index in settling, ours, held, each, size_of, staged)
             for index, unit in enumerate(self.units)
         ]
         fits = [
@@ -220,10 +225,12 @@ class Inventory:
         held: frozenset[int],
         moments: float,
         stored: Callable[[Tensor], int],
+        staged: Callable[[Tensor], int],
     ) -> GroupSpec:
-        device = host = paged = scratch = foreign = 0
+        device = host = paged = scratch = foreign = updated = 0
         for parameter in unit.pageable:
             grad, state, on_host = _training_bytes(parameter, held, beside, moments)
+            updated += stored(parameter) + grad + state if ours and id(parameter) in held else 0
             device += stored(parameter) + grad + (0 if on_host else state)
             # Kept up there, a gradient has a buffer, and an fp32 weight a copy.
             copied = 0 if parameter.dtype in _LOW else parameter.numel() * 4
@@ -249,6 +256,8 @@ class Inventory:
             slot=slot,
             scratch=scratch,
             pageable=bool(unit.pageable),
+            staged=0 if around else sum(staged(p) for p in self._in_slot(unit)),
+            updated=updated,
         )
 
 

@@ -127,6 +127,7 @@ class WrapOptions:
     max_inflight_bytes: Any = None
     max_activation_slowdown: float = 0.15
     prefetch_depth: int = 1
+    plan_tokens: int | None = None
     min_offload_bytes: Any = _MIB
     threads: int | None = None
     profile: bool = True
@@ -185,8 +186,9 @@ class WrapOptions:
     def _check_numbers(self) -> None:
         options.integer("quant_block_size", self.quant_block_size, minimum=2, multiple_of=2)
         options.integer("prefetch_depth", self.prefetch_depth, minimum=1)
-        if self.accumulation_steps is not None:
-            options.integer("accumulation_steps", self.accumulation_steps, minimum=1)
+        for name in ("accumulation_steps", "plan_tokens"):
+            if getattr(self, name) is not None:
+                options.integer(name, getattr(self, name), minimum=1)
         if self.threads is not None:
             options.integer("threads", self.threads, minimum=1)
         options.number("lr", self.lr, minimum=0.0)

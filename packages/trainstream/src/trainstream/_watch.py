@@ -185,6 +185,8 @@ class Watch:
         size = _elements(args, kwargs)
         if self._largest and size > _GROWN * self._largest:
             self._make_room_for(size / self._largest)
+        elif not self._largest:
+            self._make_room_as_planned(_tokens(args, kwargs))
         self._largest = max(self._largest, size)
 
     def _make_room_for(self, growth: float) -> None:
@@ -199,6 +201,23 @@ class Watch:
         if over > 0:
             why = f"an input {growth:.3g} times as large as any before"
             session.relief.make_room(over, f"{why} needs {format_bytes(needed)} beside {format_bytes(used)}")
+
+    def _make_room_as_planned(self, tokens: int) -> None:
+        """The first input is larger than what was planned for: let units stream until all is measured."""
+        session = self._session
+        places, decided = session.relief.places, session.relief.places.decided
+        governor = session.tuner.governor if session.tuner is not None else None
+        if governor is None or not decided.tokens or tokens <= _GROWN * decided.tokens:
+            return
+        needed = int(decided.reserve * (tokens / decided.tokens))
+        over = places.limits.used() + needed - governor.room
+        candidates = places.removable()
+        if over > 0 and candidates:
+            done = session.relief.stream(places.enough_of(candidates, over))
+            places.write_down(session)
+            session.events.add(
+                f"the first input has {tokens:,} tokens, {decided.tokens:,} were planned for: {done}"
+            )
 
     # -- steps -------------------------------------------------------------------------------------------
 
@@ -302,6 +321,13 @@ def _around(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Module]:
             and any(part is first for part in module.modules())
         )
     ]
+
+
+def _tokens(args: Any, kwargs: Any) -> int:
+    """Tokens of an input: ids as they are, other values by their last dimension."""
+    tensors = [t for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
+    ids = [t.numel() for t in tensors if not t.is_floating_point() and t.dim() > 1]
+    return max(ids or [t.numel() // max(t.shape[-1], 1) for t in tensors if t.dim()], default=0)
 
 
 def _elements(args: Any, kwargs: Any) -> int:

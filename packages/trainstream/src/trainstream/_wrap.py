@@ -97,6 +97,9 @@ def wrap(
     tiers = Tiers(device, checked.disk_offload, checked.disk_budget)
     bounds = limits(model, optimizer, device, checked, Tiers.folder(checked.disk_offload))
     decided = decide(model, inventory, blocks, device, adopted, want, bounds, checked, formats)
+    want = decided.want or want
+    if decided.depth != checked.prefetch_depth:
+        checked = dataclasses.replace(checked, prefetch_depth=decided.depth)
     if isinstance(adopted, OffloadAdamW) and adopted.moment_format != decided.moments:
         adopted, how = _adopt(model, optimizer, checked, decided.moments)
     undo: list[Callable[[], None]] = []
@@ -148,7 +151,7 @@ def wrap(
     del staged
     if device.type == "cpu" and bounds.cap is not None:
         keep_heap_tight()  # it costs page faults: a third of the time of small steps
-    if device.type == "cpu" and paged:
+    if device.type == "cpu" and (paged or decided.packed):
         release_free_memory()
     layout, unsettled = decided.layout, list[str]()
     wanted = layout.settled if pager is not None else ()

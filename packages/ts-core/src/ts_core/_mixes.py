@@ -65,7 +65,7 @@ class Stack:
 
     @classmethod
     def of(cls, tab: Tables, cpu: bool) -> Stack:
-        axes = [index for index, block in enumerate(tab.block) if block]
+        axes = [index for index, free in enumerate(tab.free) if free]
         policy = tab.policy[axes]
         return cls(
             axes,
@@ -116,7 +116,7 @@ def _mixes(counts: Sequence[int]) -> bool:
 
 def rows_each(tab: Tables) -> int:
     """Return how many plans belong to one placement."""
-    counts = [n for n, block in zip(tab.counts, tab.block, strict=True) if block]
+    counts = [n for n, free in zip(tab.counts, tab.free, strict=True) if free]
     mixes = _all_mixes(counts) if counts else 1
     return 2 * (mixes if _mixes(counts) else len(_orders(len(counts))) ** 2 * (sum(counts) + 1))
 
@@ -366,10 +366,11 @@ def _fewest(tab: Tables, place: Tensor, columns: Tensor, room: Room, large: int)
     """Move as few groups of the largest class as it takes."""
     host = room.host or 0
     lock = host if room.page_lock is None else room.page_lock
-    stored = tab.stored * (place[:, :, 3] > 0)
-    ring = stored.amax(dim=1)
-    # The first of them may need a wider ring.
-    wider = tab.setting.slots * (torch.maximum(ring, tab.stored[large]) - ring)
+    # The first of them may need a wider ring, and more memory for copies.
+    wider = torch.zeros(len(place), dtype=torch.float64)
+    for sizes in (tab.ring, tab.copies):
+        now = (sizes * (place[:, :, 3] > 0)).amax(dim=1)
+        wider += (sizes[large] - now).clamp(min=0.0)
     need = torch.zeros(len(place), dtype=torch.float64)
     for column, limit in ((HOST, host), (PIN, lock)):
         over = columns[:, column] - limit

@@ -8,12 +8,13 @@ from collections.abc import Mapping, Sequence
 from .errors import DoesNotFitError
 from .hardware import HardwareProfile
 from .job import PLACES, POLICIES, Job, Prediction, Room
+from .live import Live, classes_of
 from .memory import format_bytes
 from .plan import BlockPlan, Numerics, Plan
-from .search import Found, search, smallest
+from .search import Found, choose, search, smallest
 from .spec import ModelSpec
 
-__all__ = ["Help", "Option", "explain", "helps", "nearest", "plan_of"]
+__all__ = ["Help", "Option", "assign", "explain", "helps", "nearest", "plan_of"]
 
 _GAIN = 1.02  # what is worth a change
 #: What more of a resource is tried with, and what it is called.
@@ -77,11 +78,35 @@ def _spread(members: Sequence[int], counts: Sequence[int], names: Sequence[str])
     return result
 
 
-def plan_of(spec: ModelSpec, found: Found, room: Room, *, job: Job, device: str = "cuda") -> Plan:
-    """Write a plan in counts out, block by block.
+def assign(spec: ModelSpec, found: Found, live: Live | None = None) -> tuple[dict[int, str], dict[int, str]]:
+    """Say which group has which place, and which block which policy.
 
     Blocks that are paged are spread over the stack, so that each has resident neighbours to arrive behind; of
     the policies, those that keep are the last blocks, which backward needs first.
+
+    Args:
+        spec: The model.
+        found: What the search found.
+        live: As for the search.
+
+    Returns:
+        Places and policies by index; those that `live` fixes among them.
+    """
+    places: dict[int, str] = {}
+    policies: dict[int, str] = {}
+    classes = classes_of(spec, found.choice.setting, live)
+    for members, counts, kept in zip(classes, found.choice.places, found.choice.policies, strict=True):
+        places |= _spread(members, counts, PLACES)
+        order = [name for name, count in zip(POLICIES, kept, strict=True) for _ in range(count)]
+        policies |= dict(zip(members, reversed(order), strict=False))
+    for index, policy in enumerate(live.policies if live is not None else ()):
+        if policy is not None and spec.blocks[index].kind == "block":
+            policies[index] = policy
+    return places, policies
+
+
+def plan_of(spec: ModelSpec, found: Found, room: Room, *, job: Job, device: str = "cuda") -> Plan:
+    """Write a plan in counts out, block by block.
 
     Args:
         spec: The model.
@@ -94,12 +119,7 @@ def plan_of(spec: ModelSpec, found: Found, room: Room, *, job: Job, device: str 
         The plan.
     """
     setting, taken = found.choice.setting, found.prediction
-    places: dict[int, str] = {}
-    policies: dict[int, str] = {}
-    for members, counts, kept in zip(spec.classes(), found.choice.places, found.choice.policies, strict=True):
-        places |= _spread(members, counts, PLACES)
-        order = [name for name, count in zip(POLICIES, kept, strict=True) for _ in range(count)]
-        policies |= dict(zip(members, reversed(order), strict=False))
+    places, policies = assign(spec, found)
     rows = []
     for index, block in enumerate(spec.blocks):
         place = places[index]
@@ -204,7 +224,10 @@ def _busy(taken: Prediction) -> str:
 
 def _try(spec: ModelSpec, job: Job, hardware: HardwareProfile, room: Room, any_plan: bool) -> Found | None:
     try:
-        return search(spec, job, hardware, room, any_plan=any_plan)
+        if not any_plan:
+            return choose(spec, job, hardware, room)
+        # What a run can start from.
+        return search(spec, job, hardware, room, any_plan=True, state_below=room.host is not None)
     except DoesNotFitError:
         return None
 
@@ -218,7 +241,7 @@ def _tightest(job: Job) -> Job:
         schedules=("microbatch",) if "microbatch" in job.schedules else job.schedules,
         packings=(packing,),
         moments=job.moments[-1:],
-        slots=(min(job.slots),),
+        slots=(1,),
         spare_files=False,
     )
 

@@ -10,7 +10,7 @@ host, the link both ways, the disk and (in the forward phase) the optimizer on t
 Decoding takes the same multiprocessors as the matmuls and adds to `gpu`. With a single slot nothing comes
 while a block computes, and the link adds to it too.
 
-What goes on beside the longest costs a little all the same (`_BESIDE` of its own time).
+What goes on beside the longest costs a little all the same (`Constants.beside` of its own time).
 
 Everything is linear in how many blocks of a class are placed in one way, but for a few maxima (slots, what is
 under way), so the same tables serve one plan and a hundred thousand at once.
@@ -27,11 +27,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .constants import constants
 from .hardware import HardwareProfile
 from .job import MOMENT_BYTES, PLACES, POLICIES, Job, Packing, Setting
-from .spec import BlockSpec, ModelSpec, check
+from .live import Live, classes_of
+from .planner import GroupSpec, from_files
+from .spec import BlockSpec, ModelSpec, check, is_gate, saved_parts
 
-__all__ = ["Tables", "matmul_rate", "tables"]
+__all__ = ["Tables", "group_sizes", "matmul_rate", "tables"]
 
 # Columns of the tables.
 DEV, HOST, PIN, DISK, GPU_F, GPU_B, RUN_F, RUN_B, H2D_F, H2D_B, D2H_F, D2H_B, IO_F, IO_B, ADAM, ACT = range(
@@ -40,15 +43,10 @@ DEV, HOST, PIN, DISK, GPU_F, GPU_B, RUN_F, RUN_B, H2D_F, H2D_B, D2H_F, D2H_B, IO
 WIDTH = 16
 _BYTES = [DEV, HOST, PIN, DISK, ACT]
 
-#: Bytes that PyTorch's own kernels move in the device's memory for each byte that autograd saves: unfused
-#: norms, rotary embedding, activations and casts read and write it again and again.
-_TRAFFIC = 16.0
-#: Launches of Python, modules and autograd around each kernel, in launches.
-_HOST_WORK = 3.0
 _BACKWARD_KERNELS = 2.0
-_ADAPTER_KERNELS = 6
 _ADAPTER_BYTES = 16  # a parameter in fp32, its gradient and both moments; all stay on the device
-_LOGIT_COPIES = 2  # chunks of fp32 logits at once
+_HANDLING = 2e-6  # seconds to wait for a group that comes, and to let it go
+_ALIGN = 256  # bytes that a weight in a slot starts at a multiple of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +60,14 @@ class Tables:
         place: [classes, 4 places, columns].
         policy: [classes, 3 policies, columns]; zero for classes that are not of the stack.
         fixed: [columns]: whatever is chosen.
+        free: Which classes are of the stack and have no policy fixed.
+        moving: Bytes on the device that the blocks with a fixed policy have under way.
+        logits: Bytes of logits that are there at once, before any block is in backward.
+        work: Temporaries of the block in backward.
         slot: [classes]: device bytes of a shared slot.
+        staged: [classes]: of these, packed bytes that arrive beside it.
+        ring: [classes]: host memory that brings one of them from files.
+        copies: [classes]: memory for copies of one of them while it is updated in files.
         stored: [classes]: bytes that come through the link.
         grads: [classes]: gradients of one group before they leave the device.
         saved: [classes]: activations of one block of a micro-batch.
@@ -80,7 +85,14 @@ class Tables:
     place: Tensor
     policy: Tensor
     fixed: Tensor
+    free: tuple[bool, ...]
+    moving: float
+    logits: float
+    work: float
     slot: Tensor
+    staged: Tensor
+    ring: Tensor
+    copies: Tensor
     stored: Tensor
     grads: Tensor
     saved: Tensor
@@ -135,10 +147,12 @@ class _Weights:
     flops: float  # a token, forward
     largest: int
     movable: bool
+    slot: int  # bytes of what is not an adapter, decoded
+    coded: int  # bytes of what has to be decoded
 
 
 def _weights(block: BlockSpec, job: Job, packing: Packing) -> _Weights:
-    frozen = packed = trained = trained_bytes = low = adapters = decoded = largest = 0
+    frozen = packed = trained = trained_bytes = low = adapters = decoded = largest = slot = coded = 0
     flops = 0.0
     total = sum(t.numel for t in block.tensors)
     own = sum(t.numel for t in block.tensors if t.trained and t.codec == "none") if not job.lora_rank else 0
@@ -159,25 +173,75 @@ def _weights(block: BlockSpec, job: Job, packing: Packing) -> _Weights:
             low += tensor.numel * (tensor.itemsize <= 2)
         elif tensor.codec != "none":
             frozen += tensor.bytes
+            coded += tensor.bytes
             packed += tensor.numel
         elif packing.name != "none" and wide and block.kind == "block" and tensor.use != "gather":
             frozen += math.ceil(tensor.numel * packing.bytes_per_weight)
+            coded += math.ceil(tensor.numel * packing.bytes_per_weight)
             packed += tensor.numel
         else:
             frozen += tensor.nbytes
         decoded += tensor.nbytes
+        slot += -(-tensor.nbytes // _ALIGN) * _ALIGN
     return _Weights(
         frozen, packed, trained, trained_bytes, low, adapters, decoded, flops, largest,
-        block.kind in ("block", "embedding", "head") and bool(frozen or trained),
+        block.kind in ("block", "embedding", "head") and bool(frozen or trained), slot, coded,
     )  # fmt: skip
 
 
+def _group(block: BlockSpec, w: _Weights, setting: Setting, *, tied: bool) -> GroupSpec:
+    """What a group takes, from its weights; a live model knows it exactly."""
+    heads = block.kind == "head" or (tied and block.kind == "embedding")
+    state = round(w.trained * MOMENT_BYTES[setting.moments]) + 4 * w.low
+    whole = w.frozen_bytes + 2 * w.trained_bytes + state
+    gathered = block.kind == "embedding" and not w.trained and not tied
+    return GroupSpec(
+        name=block.name,
+        kind=block.kind,
+        fixed=_ADAPTER_BYTES * w.adapters,
+        device=whole,
+        paged=whole,
+        slot=0 if gathered else w.slot,
+        scratch=w.trained_bytes * (2 if heads else 1),
+        pageable=w.movable,
+        staged=w.coded,
+        updated=whole - w.frozen_bytes,
+    )
+
+
+def group_sizes(spec: ModelSpec, job: Job, setting: Setting) -> list[GroupSpec]:
+    """Say what every group takes, worked out from the spec alone.
+
+    Args:
+        spec: The model.
+        job: What is trained.
+        setting: Its codec and format of moments.
+
+    Returns:
+        One for each group, in order.
+    """
+    return [
+        _group(block, _weights(block, job, setting.packing), setting, tied=spec.tied) for block in spec.blocks
+    ]
+
+
 class _Builder:
-    """Fills the tables of one setting."""
+    """Fills the tables of one setting, of the group at `index`."""
+
+    index = 0
 
     def __init__(
-        self, spec: ModelSpec, job: Job, hardware: HardwareProfile, setting: Setting, cpu: bool
+        self,
+        spec: ModelSpec,
+        job: Job,
+        hardware: HardwareProfile,
+        setting: Setting,
+        cpu: bool,
+        live: Live | None = None,
+        state_below: bool = False,
     ) -> None:
+        self.state_below = state_below
+        self.live, self.sizes = live, live.sizes(setting.packing.name, setting.moments) if live else None
         self.spec, self.job, self.hw, self.setting, self.cpu = spec, job, hardware, setting, cpu
         self.k = job.batch // setting.micro
         self.reloads = self.k if setting.schedule == "microbatch" else 1
@@ -191,7 +255,8 @@ class _Builder:
         self.decode = _rate(decode, setting.packing.name, copy / 3)
         self.adam = _rate(rates.get("adamw_params_per_s", {}), setting.moments, 3e8)
         self.copy = copy
-        self.launch = hardware.launch_s * _HOST_WORK
+        self.c = constants()
+        self.launch = hardware.launch_s * self.c.host_work
 
     def forward(self, block: BlockSpec, weights: _Weights) -> tuple[float, float]:
         """Seconds of one forward pass of all micro-batches: on the device, and of launching."""
@@ -200,13 +265,12 @@ class _Builder:
         rate = matmul_rate(self.hw, dtype, size)
         reach = min(self.job.seq_len, block.window or self.job.seq_len)
         flops = weights.flops + 2.0 * block.query * reach
-        moved = self.saved_bytes(block, weights) * _TRAFFIC / 3 / self.copy
+        moved = self.saved_bytes(block, weights) * self.c.traffic / 3 / self.copy
         read = self.k * weights.decoded_bytes / self.copy
         seconds = max(self.ts * flops / rate, read) + self.ts * moved
-        adapters = (
-            sum(t.use == "matmul" for t in block.tensors) if weights.adapters and self.job.lora_rank else 0
+        return seconds, self.k * self.launch * (
+            block.kernels + self.c.adapter_kernels * self.adapted(block)[0]
         )
-        return seconds, self.k * self.launch * (block.kernels + _ADAPTER_KERNELS * adapters)
 
     def backward(self, block: BlockSpec, weights: _Weights) -> tuple[float, float]:
         """The same of a backward pass, without recomputation."""
@@ -215,31 +279,71 @@ class _Builder:
         return seconds * (1.0 + min(weights.trained / every, 1.0)), launch * _BACKWARD_KERNELS
 
     def saved_bytes(self, block: BlockSpec, weights: _Weights) -> float:
-        """Bytes a token that autograd keeps."""
-        saved = block.saved * self.job.dtype_bytes
-        if weights.adapters and self.job.lora_rank:  # each adapter casts its input to fp32
-            saved += 4.0 * sum(t.shape[-1] for t in block.tensors if t.use == "matmul" and len(t.shape) >= 2)
-        return saved
+        """Bytes a token that autograd keeps.
 
-    def placed(self, block: BlockSpec, w: _Weights) -> dict[str, list[float]]:
+        What a linear layer reads is kept for the gradient of its weight alone, but for what attention
+        returns; of queries and keys, those that are rotated. A norm keeps its input in fp32, and where its
+        weight is trained the result before that.
+        """
+        size = self.job.dtype_bytes
+        read, made, norms = saved_parts(block.tensors, block.hidden)
+        if not read + made:
+            return self.c.saved * block.saved * size
+        if self.fused(weights):  # norms keep their input, a gated MLP both of its own, adapters theirs once
+            gates = sum(t.shape[0] for t in block.tensors if is_gate(t.name))
+            kept = size * (read + made - gates + norms * block.hidden)
+            return self.c.saved * kept + size * self.adapted(block)[2]
+        if weights.trained:
+            kept = size * (read + made) + (4 + size) * norms * block.hidden
+        else:
+            kept = size * (made + block.query) + 4 * norms * block.hidden
+        # Each adapter casts its input to fp32, and keeps that and what its first half makes of it.
+        return self.c.saved * kept + 4.0 * sum(self.adapted(block)[1:])
+
+    def fused(self, w: _Weights) -> bool:
+        """Whether fused kernels compute: over frozen packed weights, where nothing else is said."""
+        if self.live is not None and self.live.fused is not None:
+            return self.live.fused and not w.trained
+        return w.packed > 0 and not w.trained
+
+    def adapted(self, block: BlockSpec) -> tuple[int, int, int]:
+        """Linear layers of a block with an adapter, values a token of their inputs, and of their ranks."""
+        if self.live is not None and self.live.adapters and not self.job.lora_rank:
+            return self.live.adapters[self.index]
+        if not self.job.lora_rank or block.kind != "block":
+            return 0, 0, 0
+        wide = [t.shape[-1] for t in block.tensors if t.use == "matmul" and len(t.shape) >= 2]
+        return len(wide), sum(wide), self.job.lora_rank * len(wide)
+
+    def group(self, block: BlockSpec, w: _Weights) -> GroupSpec:
+        """What it takes."""
+        if self.sizes is not None:
+            return self.sizes[self.index]
+        return _group(block, w, self.setting, tied=self.spec.tied)
+
+    def placed(self, block: BlockSpec, w: _Weights, g: GroupSpec) -> dict[str, list[float]]:
         """Rows of the places that a group may have."""
-        rows = {"device": self._device(block, w)}
-        if not w.movable:
+        rows = {"device": self._device(block, w, g)}
+        if not (w.movable and g.pageable):
             return rows
-        below = self._below(block, w)
+        below = self._below(block, w, g)
         if not self.cpu:
-            if w.trained:
-                rows["settled"] = self._settled(w)
+            if w.trained and (self.live is None or self.index in self.live.settling):
+                rows["settled"] = self._settled(w, g)
             rows["host"] = below
-        rows["disk"] = self._disk(block, w, below)
-        return rows
+        rows["disk"] = self._disk(w, below)
+        if self.state_below and "settled" in rows:
+            del rows["device"]
+        if self.live is None:
+            return rows
+        return {name: rows[name] for name in self.live.allowed(self.index, tuple(rows))}
 
     def _decoding(self, w: _Weights, times: int) -> float:
         return w.packed * times / self.decode
 
-    def _device(self, block: BlockSpec, w: _Weights) -> list[float]:
+    def _device(self, block: BlockSpec, w: _Weights, g: GroupSpec) -> list[float]:
         row = [0.0] * WIDTH
-        row[DEV] = w.frozen_bytes + 2 * w.trained_bytes + self._state(w)
+        row[DEV], row[HOST], row[PIN] = g.device, g.host, g.host
         passes = 1 if block.kind == "head" else 2
         row[GPU_F] = self._decoding(w, self.k)
         row[GPU_B] = self._decoding(w, self.k) if passes == 2 else 0.0
@@ -252,36 +356,38 @@ class _Builder:
     def _state(self, w: _Weights) -> float:
         return w.trained * MOMENT_BYTES[self.setting.moments] + 4.0 * w.low
 
-    def _settled(self, w: _Weights) -> list[float]:
+    def _settled(self, w: _Weights, g: GroupSpec) -> list[float]:
         row = [0.0] * WIDTH
-        row[DEV] = w.decoded_bytes
-        row[HOST] = row[PIN] = self._state(w) + w.trained_bytes + 4.0 * (w.trained - w.low)
+        row[DEV] = g.slot
+        row[HOST] = row[PIN] = g.paged
         row[H2D_F] = w.trained_bytes
         row[D2H_B] = w.trained_bytes * self.reloads
+        row[GPU_F] = _HANDLING
         row[ADAM] = w.trained / self.adam
         return row
 
-    def _below(self, block: BlockSpec, w: _Weights) -> list[float]:
+    def _below(self, block: BlockSpec, w: _Weights, g: GroupSpec) -> list[float]:
         """A group that comes from page-locked RAM; what it takes there is counted as HOST and PIN."""
         row = [0.0] * WIDTH
-        row[HOST] = w.frozen_bytes + 2 * w.trained_bytes + self._state(w)
+        row[HOST] = row[PIN] = g.paged
+        row[GPU_F] = row[GPU_B] = _HANDLING * self.reloads
         if self._gathered(block, w):  # only rows cross the link
+            row[PIN] = 0.0
             row[H2D_F] = float(self.ts * block.hidden * self.job.dtype_bytes)
             return row
-        row[PIN] = row[HOST]
         weights = float(w.frozen_bytes + w.trained_bytes)
         row[H2D_F] = weights * self.reloads
         row[H2D_B] = 0.0 if block.kind == "head" else weights * self.reloads
         row[D2H_B] = w.trained_bytes * self.reloads
-        row[GPU_F] = self._decoding(w, self.reloads)
-        row[GPU_B] = 0.0 if block.kind == "head" else self._decoding(w, self.reloads)
+        row[GPU_F] += self._decoding(w, self.reloads)
+        row[GPU_B] += 0.0 if block.kind == "head" else self._decoding(w, self.reloads)
         row[ADAM] = w.trained / self.adam
         return row
 
     def _gathered(self, block: BlockSpec, w: _Weights) -> bool:
         return block.kind == "embedding" and not w.trained and not self.spec.tied
 
-    def _disk(self, block: BlockSpec, w: _Weights, below: list[float]) -> list[float]:
+    def _disk(self, w: _Weights, below: list[float]) -> list[float]:
         row = list(below)
         row[DISK], row[HOST], row[PIN] = below[HOST], 0.0, 0.0
         read, write = self.hw.disk_read_bytes_per_s, self.hw.disk_write_bytes_per_s
@@ -309,10 +415,10 @@ class _Builder:
         again[GPU_B] += self._decoding(w, self.k)
         return dict(zip(POLICIES, (keep, off, again), strict=True))
 
-    def common(self, block: BlockSpec, w: _Weights, head: int) -> list[float]:
+    def common(self, block: BlockSpec, w: _Weights, g: GroupSpec, head: int) -> list[float]:
         """What a group takes wherever it is."""
         row = [0.0] * WIDTH
-        row[DEV] = float(_ADAPTER_BYTES * w.adapters)
+        row[DEV] = float(g.fixed)
         if block.kind == "block":
             row[GPU_F], row[RUN_F] = self.forward(block, w)
             row[GPU_B], row[RUN_B] = self.backward(block, w)
@@ -332,7 +438,14 @@ def _whole(rows: list[Any]) -> Tensor:
 
 
 def tables(
-    spec: ModelSpec, job: Job, hardware: HardwareProfile, setting: Setting, *, cpu: bool = False
+    spec: ModelSpec,
+    job: Job,
+    hardware: HardwareProfile,
+    setting: Setting,
+    *,
+    cpu: bool = False,
+    live: Live | None = None,
+    state_below: bool = False,
 ) -> Tables:
     """Work out what each way of placing a group takes under one setting.
 
@@ -342,6 +455,8 @@ def tables(
         hardware: Rates.
         setting: What holds for all blocks.
         cpu: Whether the model computes in RAM: then only files are below it.
+        live: What is known of a live model beside its spec.
+        state_below: Whether the optimizer's state of what can leave the device has to be on the host.
 
     Returns:
         The tables.
@@ -350,28 +465,31 @@ def tables(
         ArgumentError: The spec has no weights, or words that nothing is known about.
     """
     check(spec)
-    build = _Builder(spec, job, hardware, setting, cpu)
+    build = _Builder(spec, job, hardware, setting, cpu, live, state_below)
     fixed = [0.0] * WIDTH
     counts: list[int] = []
     block: list[bool] = []
     allowed: list[tuple[str, ...]] = []
     place: list[list[list[float]]] = []
     policy: list[list[list[float]]] = []
-    sizes: list[tuple[float, float, float, float]] = []
-    last, frozen_last, biggest, vocabulary = -1, False, 0, 0
-    for members in spec.classes():
-        first = spec.blocks[members[0]]
+    free: list[bool] = []
+    sizes: list[tuple[float, ...]] = []
+    last, frozen_last, biggest, vocabulary, moving, trained_head = -1, False, 0, 0, 0.0, 0
+    for members in classes_of(spec, setting, live):
+        first, build.index = spec.blocks[members[0]], members[0]
         if len(members) > 1:  # they differ in how far they attend, at most
             reach = [min(spec.blocks[i].window or job.seq_len, job.seq_len) for i in members]
             first = dataclasses.replace(first, window=max(round(sum(reach) / len(reach)), 1))
         w = _weights(first, job, setting.packing)
+        g = build.group(first, w)
         heads = first.kind == "head" or (spec.tied and first.kind == "embedding")
         head = max((t.numel for t in first.tensors if len(t.shape) == 2), default=0) if heads else 0
         vocabulary = max([vocabulary, *(max(t.shape) for t in first.tensors if head and len(t.shape) == 2)])
-        common = build.common(first, w, head)
+        trained_head = max(trained_head, head if w.trained else 0)
+        common = build.common(first, w, g, head)
         for column in range(WIDTH):
             fixed[column] += common[column] * len(members)
-        rows = build.placed(first, w)
+        rows = build.placed(first, w, g)
         if set(rows) == {"device"} and first.kind != "block":
             for column in range(WIDTH):
                 fixed[column] += rows["device"][column] * len(members)
@@ -384,25 +502,37 @@ def tables(
         allowed.append(tuple(rows))
         place.append([rows.get(name, [0.0] * WIDTH) for name in PLACES])
         kept = build.kept(first, w) if first.kind == "block" else {}
-        policy.append([kept.get(name, [0.0] * WIDTH) for name in POLICIES])
-        gathered = build._gathered(first, w)
-        staged = w.frozen_bytes if w.packed else 0  # packed bytes arrive beside the slot
-        grads = w.trained_bytes * (2 if heads else 1)
         saved = build.saved_bytes(first, w) * build.tm if first.kind == "block" else 0.0
-        sizes.append(
-            (0 if gathered else w.decoded_bytes + staged, w.frozen_bytes + w.trained_bytes, grads, saved)
-        )
-    logits = _LOGIT_COPIES * min(job.loss_chunk, build.tm) * vocabulary * 4.0
+        chosen = live.policies[members[0]] if live is not None and kept else None
+        if chosen is not None:  # nothing to choose: it takes what it takes
+            for column in range(WIDTH):
+                fixed[column] += kept[chosen][column] * len(members)
+            moving = max(moving, {"keep": 0.0, "offload": 2 * saved, "recompute": saved}[chosen])
+            kept = {}
+        free.append(bool(kept))
+        policy.append([kept.get(name, [0.0] * WIDTH) for name in POLICIES])
+        stored = w.frozen_bytes + w.trained_bytes
+        ring, copies = from_files(max(g.slot, g.staged), 0, cpu=cpu), from_files(0, g.updated, cpu=cpu)
+        sizes.append((g.slot, g.staged, ring, copies, stored, g.scratch, saved))
+    chunk = min(job.loss_chunk, build.tm)
+    if live is not None and live.logit_copies is not None:
+        logits = live.logit_copies * chunk * vocabulary * 4.0
+    else:  # a chunk in the compute dtype, the gradient of the hidden states, and in fp32 that of the head
+        logits = (chunk * vocabulary + build.tm * spec.hidden) * job.dtype_bytes + 4.0 * trained_head
     # Temporaries of the block at work: the gradients of what it saved, a part at a time.
-    work = max((s[3] for s in sizes), default=0.0) / 2 + 4.0 * spec.hidden * job.dtype_bytes * build.tm
-    fixed[ACT] += max(logits, work)
-    fixed[DEV] += max(logits, work) + 2 * biggest * job.dtype_bytes
+    work = (
+        max((s[6] for s in sizes), default=0.0) * build.c.work
+        + 4.0 * spec.hidden * job.dtype_bytes * build.tm
+    )
+    fixed[DEV] += 2 * biggest * job.dtype_bytes
     tensor = torch.tensor(sizes, dtype=torch.float64).ceil()
     rates = (hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s, hardware.both_bytes_per_s)
     return Tables(
         counts=tuple(counts), block=tuple(block), allowed=tuple(allowed),
         place=_whole(place), policy=_whole(policy), fixed=_whole(fixed),
-        slot=tensor[:, 0], stored=tensor[:, 1], grads=tensor[:, 2], saved=tensor[:, 3],
+        free=tuple(free), moving=math.ceil(moving), logits=math.ceil(logits), work=math.ceil(work),
+        slot=tensor[:, 0], staged=tensor[:, 1],
+        ring=tensor[:, 2], copies=tensor[:, 3], stored=tensor[:, 4], grads=tensor[:, 5], saved=tensor[:, 6],
         last=last, frozen_last=frozen_last, reloads=build.reloads, setting=setting,
         rates=(*rates, hardware.disk_read_bytes_per_s), tokens=build.ts,
     )  # fmt: skip

@@ -9,9 +9,13 @@ from .errors import DoesNotFitError
 from .memory import HostBudget, format_bytes
 from .usage import release_free_memory
 
-__all__ = ["RamGuard", "least_left", "require_ram"]
+__all__ = ["RamGuard", "arena_growth", "least_left", "ram_for", "require_ram", "unplanned"]
 
 _LEAST = 128 << 20
+#: A page table takes 1/512 of what it maps; weights come with moments and gradients, four times their bytes.
+_PAGE_TABLES = 128
+_KERNEL = 8 << 20  # inodes, requests under way and the like, where a control group counts them
+_SLAB = 1 << 30
 _SHARE = 100  # a look may take 1/100 of the time since the one before
 
 
@@ -26,6 +30,55 @@ def least_left(budget: HostBudget) -> int:
         8
     """
     return min(_LEAST, budget.whole_bytes // 64)
+
+
+def unplanned(ram: int, held: int) -> int:
+    """Return the bytes of RAM that a model computing there leaves unplanned.
+
+        ram / 12 + min(8 MiB, ram / 10) + held / 128
+
+    For what the heap loses between blocks, and what the kernel needs for mapped files.
+
+    Args:
+        ram: Bytes that may be used.
+        held: Bytes of its weights, and of gradients and optimizer state that are there already.
+
+    Example:
+        >>> unplanned(1200 << 20, 128 << 20) >> 20
+        109
+    """
+    return max(ram, 0) // 12 + min(_KERNEL, max(ram, 0) // 10) + held // _PAGE_TABLES
+
+
+def arena_growth(ram: int) -> int:
+    """Return the bytes by which page-locked memory may exceed what is used of it: half of its last slab.
+
+    Args:
+        ram: Bytes that may be used beside a GPU.
+
+    Example:
+        >>> arena_growth(4 << 30) >> 20, arena_growth(1 << 40) >> 20
+        (128, 512)
+    """
+    return min(_SLAB, max(ram, 0) // 16) // 2
+
+
+def ram_for(planned: int, held: int | None = None) -> int:
+    """Return about the least RAM of which so many bytes can be planned with.
+
+    Args:
+        planned: Bytes that are planned with.
+        held: As for `unplanned` of a model that computes in RAM; None beside a GPU.
+
+    Example:
+        >>> size = ram_for(1 << 30, 1 << 28)
+        >>> size - unplanned(size, 1 << 28) >= 1 << 30
+        True
+    """
+    if held is None:
+        return max(planned, 0) + min(_SLAB // 2, max(planned, 0) // 31 + 1)
+    rest = max(planned, 0) + held // _PAGE_TABLES
+    return min((rest + _KERNEL) * 12 // 11, rest * 60 // 49) + 64
 
 
 def require_ram(function: str, nbytes: int, advice: str) -> None:

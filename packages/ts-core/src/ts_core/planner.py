@@ -14,9 +14,23 @@ from collections.abc import Sequence
 from .errors import ArgumentError, DoesNotFitError
 from .memory import format_bytes
 
-__all__ = ["Budgets", "GroupSpec", "Layout", "layout_of", "least", "place"]
+__all__ = [
+    "LEASES",
+    "RING",
+    "Budgets",
+    "GroupSpec",
+    "Layout",
+    "from_files",
+    "layout_of",
+    "least",
+    "place",
+    "staged_bytes",
+]
 
 _MIXES = 4096  # sets of groups to try at most
+#: Host memory that brings files to a GPU, in pieces (`ts_paging.ring`), and of copies of what is in files
+#: while it is updated (`ts_paging.leases`); both at most, and less of what is smaller.
+RING, LEASES = 32 << 20, 12 << 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,6 +48,8 @@ class GroupSpec:
         slot: Of its decoded weights in a slot; 0 if it is used without one (a frozen embedding).
         scratch: Transient on the device: the largest set of its gradients before they leave.
         pageable: Whether it can be paged at all.
+        staged: Bytes that arrive packed, beside a slot, and are decoded into it.
+        updated: Of `paged`, what an optimizer on the host works on; from files it uses copies.
     """
 
     name: str
@@ -45,6 +61,8 @@ class GroupSpec:
     slot: int = 0
     scratch: int = 0
     pageable: bool = True
+    staged: int = 0
+    updated: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +122,7 @@ def place(
     """Page as few groups as the budgets allow.
 
     device = sum of fixed + sum of resident + slots x largest slot + one slot of the other groups
-             + slots of their own + largest scratch + reserve
+             + packed bytes that arrive + slots of their own + largest scratch + reserve
 
     Of what fits, the fewest bytes are paged, of blocks rather than of the groups around them; groups that
     take the same are spread evenly, so that each has a resident neighbour to arrive behind. Paged groups fill
@@ -206,6 +224,36 @@ def least(
     )
 
 
+def staged_bytes(slots: int, largest: int) -> int:
+    """Return the bytes on the device that arrive packed at once: of each block that is fetched ahead.
+
+    Args:
+        slots: Slots that are used.
+        largest: Packed bytes of the largest block that comes through them.
+
+    Example:
+        >>> staged_bytes(3, 100)
+        200
+    """
+    return max(slots - 1, 1) * largest
+
+
+def from_files(brought: int, updated: int, *, cpu: bool) -> int:
+    """Return the memory that work with files takes, beside slots.
+
+    Args:
+        brought: Bytes of the largest group that comes from them.
+        updated: Bytes of the largest that an optimizer updates there.
+        cpu: Whether they come to RAM: straight into a slot.
+
+    Example:
+        >>> from_files(100 << 20, 0, cpu=False) >> 20, from_files(0, 1 << 20, cpu=True) >> 20
+        (32, 1)
+    """
+    ring = 0 if cpu else min(RING, brought)
+    return ring + min(LEASES, updated)
+
+
 def _choices(
     groups: Sequence[GroupSpec], forced: Sequence[bool | None], settled: frozenset[int]
 ) -> list[frozenset[int]]:
@@ -270,20 +318,38 @@ def _layout(
     device = reserve + sum(g.fixed for g in groups) + used * max(in_slots, default=0)
     device += sum(groups[i].slot for i in settled)
     device += max(around, default=0) + max((groups[i].scratch for i in paged), default=0)
+    device += staged_bytes(used, max((groups[i].staged for i in sharing), default=0))
     device += sum(g.device for i, g in enumerate(groups) if i not in paged)
     host = sum(g.host for i, g in enumerate(groups) if i not in paged)
-    disk = 0
+    cpu = budgets.host is None
+    tiers = _fill(groups, paged, None if cpu else (budgets.host or 0) - host)
+    if not cpu and "disk" in tiers:  # what brings it from there needs host memory too
+        most = _for_files([groups[i] for i in paged], cpu)
+        tiers = _fill(groups, paged, (budgets.host or 0) - host - most)
+    host += sum(g.paged for g, tier in zip(groups, tiers, strict=True) if tier == "host")
+    files = [g for g, tier in zip(groups, tiers, strict=True) if tier == "disk"]
+    disk, more = sum(g.paged for g in files), _for_files(files, cpu)
+    device, host = (device + more, host) if cpu else (device, host + more)
+    return Layout(tuple(tiers), used, device, host, disk, tuple(sorted(settled)))
+
+
+def _fill(groups: Sequence[GroupSpec], paged: frozenset[int], room: int | None) -> list[str]:
+    """Put paged groups into host memory, in order, while there is room, and the others into files."""
     tiers = []
     for index, group in enumerate(groups):
         if index not in paged:
             tiers.append("device")
-        elif budgets.host is not None and host + group.paged <= budgets.host:
-            host += group.paged
+        elif room is not None and group.paged <= room:
+            room -= group.paged
             tiers.append("host")
         else:
-            disk += group.paged
             tiers.append("disk")
-    return Layout(tuple(tiers), used, device, host, disk, tuple(sorted(settled)))
+    return tiers
+
+
+def _for_files(groups: Sequence[GroupSpec], cpu: bool) -> int:
+    brought = max((max(g.slot, g.staged) for g in groups), default=0)
+    return from_files(brought, max((g.updated for g in groups), default=0), cpu=cpu)
 
 
 def _excess(layout: Layout, budgets: Budgets) -> tuple[int, int, int]:

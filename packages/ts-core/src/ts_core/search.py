@@ -23,11 +23,12 @@ from .cost import D2H_F, DEV, DISK, GPU_B, H2D_B, HOST, IO_B, IO_F, RUN_B, Table
 from .errors import DoesNotFitError
 from .hardware import HardwareProfile
 from .job import Choice, Job, Packing, Prediction, Room, Setting
+from .live import Live
 from .memory import format_bytes
 from .spec import ModelSpec
 from .step import measure, phases, totals
 
-__all__ = ["Found", "search", "smallest"]
+__all__ = ["Found", "choose", "search", "smallest"]
 
 _MIB = 1 << 20
 _TOP = 1 << 60
@@ -53,13 +54,20 @@ class Found:
 
 
 def search(
-    spec: ModelSpec, job: Job, hardware: HardwareProfile, room: Room, *, any_plan: bool = False
+    spec: ModelSpec,
+    job: Job,
+    hardware: HardwareProfile,
+    room: Room,
+    *,
+    any_plan: bool = False,
+    live: Live | None = None,
+    state_below: bool = False,
 ) -> Found:
     """Find the fastest plan that no tier is too small for.
 
     With ``prefer="exact"`` the first codec and format of moments count that any plan fits with, in the order
     given (codec first; without files before with files where `spare_files`); of its plans the fastest is
-    returned. With ``"speed"`` the codec is free.
+    returned. With ``"speed"`` the codec is free. Where nothing fits, a single slot is tried.
 
     Args:
         spec: The model.
@@ -67,6 +75,8 @@ def search(
         hardware: Rates.
         room: What may be used.
         any_plan: Whether the first plan that fits will do.
+        live: What is known of a live model beside its spec.
+        state_below: As for `ts_core.cost.tables`.
 
     Returns:
         The plan and what it takes.
@@ -90,26 +100,77 @@ def search(
     tried = 0
     for files, space in enumerate(rooms):
         for numerics in _numerics(job):
-            settings = [
-                Setting(packing, moments, micro, schedule, slots)
-                for packing, moments in numerics
-                for micro in job.rows()
-                for schedule in job.schedules
-                for slots in sorted(set(job.slots))
-                if schedule == "microbatch" or micro < job.batch
-            ]
-            tried += len(settings)
-            best = Best()
-            _fastest(spec, job, hardware, space, settings, best, any_plan)
-            if best.choice is not None and best.prediction is not None:
-                setting = best.choice.setting
-                rank = (files, job.packings.index(setting.packing), job.moments.index(setting.moments))
-                return Found(best.choice, best.prediction, rank, tried)
+            for slots in (sorted(set(job.slots)), [1] if min(job.slots) > 1 else []):
+                settings = [
+                    Setting(packing, moments, micro, schedule, count)
+                    for packing, moments in numerics
+                    for micro in job.rows()
+                    for schedule in job.schedules
+                    for count in slots
+                    if schedule == "microbatch" or micro < job.batch
+                ]
+                tried += len(settings)
+                best = Best()
+                asked = _Question(spec, job, hardware, space, live, state_below)
+                _fastest(asked, settings, best, any_plan)
+                if best.choice is not None and best.prediction is not None:
+                    setting = best.choice.setting
+                    packing, moments = setting.packing, setting.moments
+                    rank = (files, job.packings.index(packing), job.moments.index(moments))
+                    return Found(best.choice, best.prediction, rank, tried)
     raise DoesNotFitError(
         f"[search] no plan fits: the device has {format_bytes(max(room.device, 0))}"
         + ("" if cpu else f", RAM {format_bytes(max(room.host or 0, 0))}")
         + f", files {format_bytes(max(room.disk, 0))} for {format_bytes(spec.bytes)} of weights"
     )
+
+
+def choose(
+    spec: ModelSpec, job: Job, hardware: HardwareProfile, room: Room, live: Live | None = None
+) -> Found:
+    """Find the plan of a run: what `search` finds among those that it can start from.
+
+    A run begins with the optimizer's state of large weights on the host, and it comes to the device once
+    steps have been measured. So codec and moments are those that fit before that; for these, the fastest plan
+    that can be come to in this way is returned.
+
+    Args:
+        spec: The model.
+        job: What is trained, and what may be chosen.
+        hardware: Rates.
+        room: What may be used.
+        live: What is known of a live model beside its spec.
+
+    Returns:
+        The plan and what it takes.
+
+    Raises:
+        DoesNotFitError: There is no such plan.
+    """
+    if room.host is None:
+        return search(spec, job, hardware, room, live=live)
+    found = search(spec, job, hardware, room, live=live, state_below=True)
+    returns = not job.lora_rank if live is None else bool(live.settling) and live.returns
+    if not returns:
+        return found
+    setting = found.choice.setting
+    same = dataclasses.replace(job, packings=(setting.packing,), moments=(setting.moments,))
+    later = search(spec, same, hardware, room, live=live)
+    if not _can_start(tables(spec, same, hardware, later.choice.setting, live=live), later.choice, room):
+        return found
+    tried = found.tried + later.tried
+    return dataclasses.replace(later, rank=(later.rank[0], *found.rank[1:]), tried=tried)
+
+
+def _can_start(tab: Tables, choice: Choice, room: Room) -> bool:
+    """Whether there is room for a plan while the state of all its optimizers is on the host."""
+    place = torch.tensor([choice.places], dtype=torch.float64)
+    for index, allowed in enumerate(tab.allowed):
+        if "settled" in allowed:
+            place[0, index, 1] += place[0, index, 0]
+            place[0, index, 0] = 0
+    policy = torch.tensor([choice.policies], dtype=torch.float64)
+    return bool(measure(tab, place, policy).fits(room)[0])
 
 
 def smallest(
@@ -132,7 +193,7 @@ def smallest(
     cpu = room.host is None
     wide = dataclasses.replace(room, **{name: _TOP for name in names})
     setting = Setting(job.packings[0], job.moments[0], job.rows()[0], job.schedules[0], job.slots[0])
-    tab = tables(spec, job, hardware, setting, cpu=cpu)
+    tab = tables(spec, job, hardware, setting, cpu=cpu, state_below=not cpu)
     place = _placements(tab, cpu, _FEW)
     columns = [{"device": DEV, "host": HOST, "disk": DISK}[name] for name in names]
     least: list[float] | None = None
@@ -160,16 +221,28 @@ def _numerics(job: Job) -> Iterator[list[tuple[Packing, str]]]:
             yield [(packing, moments)]
 
 
-def _fastest(
-    spec: ModelSpec,
-    job: Job,
-    hardware: HardwareProfile,
-    room: Room,
-    settings: Sequence[Setting],
-    best: Best,
-    any_plan: bool,
-) -> None:
+@dataclasses.dataclass(frozen=True)
+class _Question:
+    """What is asked for."""
+
+    spec: ModelSpec
+    job: Job
+    hardware: HardwareProfile
+    room: Room
+    live: Live | None = None
+    state_below: bool = False
+
+    def tables(self, setting: Setting) -> Tables:
+        """Work out the tables of a setting."""
+        cpu = self.room.host is None
+        return tables(
+            self.spec, self.job, self.hardware, setting, cpu=cpu, live=self.live, state_below=self.state_below
+        )
+
+
+def _fastest(asked: _Question, settings: Sequence[Setting], best: Best, any_plan: bool) -> None:
     """Put the fastest plan of these settings into `best`."""
+    room, job = asked.room, asked.job
     cpu = room.host is None
     queue = []
     hopeless: list[Setting] = []
@@ -177,7 +250,7 @@ def _fastest(
         # More rows at once and more slots only take more memory.
         if any(_takes_more(setting, other) for other in hopeless):
             continue
-        tab = tables(spec, job, hardware, setting, cpu=cpu)
+        tab = asked.tables(setting)
         place = _placements(tab, cpu, _MOST)
         bound = _bound(tab, place, room, job, 4)
         near = torch.isfinite(bound)
@@ -246,7 +319,7 @@ def _compositions(count: int, allowed: Sequence[str], low: str, step: int) -> li
     lows = numbers if low in allowed else [0]
     found = []
     for beside, below in itertools.product(settled, lows):
-        if beside + below <= count:
+        if beside + below <= count and ("device" in allowed or beside + below == count):
             row = [count - beside - below, beside, 0, 0]
             row[2 if low == "host" else 3] = below
             found.append((row[0], row[1], row[2], row[3]))

@@ -21,7 +21,16 @@ from .blocks import BlockMap, block_map
 from .dtypes import parse_dtype
 from .errors import ArgumentError, CheckpointError, message
 
-__all__ = ["BlockSpec", "ModelSpec", "TensorSpec", "block_of", "saved_values", "spec_of"]
+__all__ = [
+    "BlockSpec",
+    "ModelSpec",
+    "TensorSpec",
+    "block_of",
+    "is_gate",
+    "saved_parts",
+    "saved_values",
+    "spec_of",
+]
 
 _FORMAT = 1
 USES = ("matmul", "experts", "gather", "other")
@@ -228,7 +237,33 @@ def saved_values(tensors: Iterable[TensorSpec], hidden: int) -> float:
         >>> saved_values([TensorSpec("mlp.up_proj.weight", (64, 16), use="matmul")], 16)
         80.0
     """
-    total, last = 0.0, ("", 0)
+    read, made, norms = saved_parts(tensors, hidden)
+    total = read + made + 3 * hidden * norms
+    return total if total else 16.0 * hidden
+
+
+def is_gate(name: str) -> bool:
+    """Whether a weight's result goes through the activation of a gated MLP.
+
+    Example:
+        >>> is_gate("mlp.gate_proj.weight"), is_gate("mlp.up_proj.weight")
+        (True, False)
+    """
+    return _GATED.search(name) is not None
+
+
+def saved_parts(tensors: Iterable[TensorSpec], hidden: int) -> tuple[float, float, int]:
+    """Return what `saved_values` adds up: values that linear layers read, that they make, and norms.
+
+    Args:
+        tensors: As for `saved_values`.
+        hidden: Likewise.
+
+    Example:
+        >>> saved_parts([TensorSpec("mlp.up_proj.weight", (64, 16), use="matmul")], 16)
+        (16.0, 64.0, 0)
+    """
+    read, made, norms, last = 0.0, 0.0, 0, ("", 0)
     for tensor in tensors:
         if tensor.use == "experts" and tensor.name.endswith("bias"):
             continue
@@ -245,14 +280,14 @@ def saved_values(tensors: Iterable[TensorSpec], hidden: int) -> float:
                 share = max(tensor.shape[0] * tensor.active, 1.0)
             place = (tensor.name.rpartition(".")[0].rpartition(".")[0], source)
             if back or place != last:  # several that read the same save it once
-                total += source * share
+                read += source * share
             last = place
-            total += 0 if back else out * share
+            made += 0 if back else out * share
             if _GATED.search(tensor.name):
-                total += share * (out / 2 if "gate_up" in tensor.name else out)
+                made += share * (out / 2 if "gate_up" in tensor.name else out)
         elif len(tensor.shape) == 1 and tensor.shape[0] == hidden and not tensor.name.endswith("bias"):
-            total += 3 * hidden
-    return total if total else 16.0 * hidden
+            norms += 1
+    return read, made, norms
 
 
 def block_of(

@@ -11,6 +11,7 @@ import math
 import torch
 from torch import Tensor
 
+from .constants import constants
 from .cost import (
     ACT,
     ADAM,
@@ -35,13 +36,10 @@ from .cost import (
 from .errors import ArgumentError, message
 from .hardware import HardwareProfile
 from .job import Choice, Job, Prediction, Room
+from .live import Live
 from .spec import ModelSpec
 
 __all__ = ["Totals", "measure", "phases", "predict", "prediction", "totals"]
-
-#: Seconds that whatever goes on beside the longest costs all the same, for each of its own: it takes memory
-#: bandwidth and cores. Of plans that are as fast otherwise, the one that moves least is taken.
-_BESIDE = 0.02
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +87,18 @@ def totals(tab: Tables, place: Tensor, policy: Tensor, *, cpu: bool) -> tuple[Te
     away = place[:, :, 1:].sum(dim=2) > 0
     again, off = policy[:, :, 2] > 0, policy[:, :, 1] > 0
     device = used * _most(tab.slot, paged) + _most(tab.slot, (below > 0) & ~stack)
-    device = device + _most(tab.grads, away)
-    moving = torch.maximum(_most(tab.saved, again), 2 * _most(tab.saved, off))
+    device = device + (used - 1).clamp(min=1.0) * _most(tab.staged, below > 0) + _most(tab.grads, away)
+    moving = torch.maximum(_most(tab.saved, again), 2 * _most(tab.saved, off)).clamp(min=tab.moving)
+    moving = (moving + tab.work).clamp(min=tab.logits)
     device = device + moving
     columns[:, ACT] += moving
-    ring = tab.setting.slots * _most(tab.stored, files)
     columns[:, DEV] += device
+    copies = _most(tab.copies, files)
     if cpu:
-        columns[:, DEV] += ring
+        columns[:, DEV] += copies
     else:
-        columns[:, HOST] += ring
+        ring = _most(tab.ring, files)
+        columns[:, HOST] += ring + copies
         columns[:, PIN] += ring
     if tab.last >= 0:  # what the slots hold when a pass turns does not come again
         rest = (place[:, tab.last, 2] - 1).clamp(min=0.0, max=float(tab.setting.slots))
@@ -123,7 +123,7 @@ def link_seconds(tab: Tables, h2d: Tensor, d2h: Tensor) -> Tensor:
 
 def phases(tab: Tables, columns: Tensor, alone: Tensor, *, cpu: bool) -> tuple[Tensor, Tensor]:
     """Return the seconds of the forward and of the backward phase."""
-    found = []
+    found, beside = [], constants().beside
     for gpu, run, to, back, disk in (
         (GPU_F, RUN_F, H2D_F, D2H_F, IO_F),
         (GPU_B, RUN_B, H2D_B, D2H_B, IO_B),
@@ -136,7 +136,7 @@ def phases(tab: Tables, columns: Tensor, alone: Tensor, *, cpu: bool) -> tuple[T
         if gpu == GPU_F:
             seconds = torch.maximum(seconds, columns[:, ADAM])
             moving = moving + columns[:, ADAM]
-        found.append(seconds + _BESIDE * moving)
+        found.append(seconds + beside * moving)
     return found[0], found[1]
 
 
@@ -158,7 +158,13 @@ def measure(tab: Tables, place: Tensor, policy: Tensor, *, cpu: bool = False) ->
 
 
 def predict(
-    spec: ModelSpec, job: Job, hardware: HardwareProfile, choice: Choice, *, cpu: bool = False
+    spec: ModelSpec,
+    job: Job,
+    hardware: HardwareProfile,
+    choice: Choice,
+    *,
+    cpu: bool = False,
+    live: Live | None = None,
 ) -> Prediction:
     """Say what one plan takes.
 
@@ -168,6 +174,7 @@ def predict(
         hardware: Rates.
         choice: The plan.
         cpu: Whether the model computes in RAM.
+        live: What is known of a live model beside its spec.
 
     Returns:
         Seconds, what limits them, and bytes of every tier.
@@ -184,9 +191,9 @@ def predict(
         >>> predict(spec, Job(seq_len=8), assumed_profile(), choice).host_bytes
         0
     """
-    tab = tables(spec, job, hardware, choice.setting, cpu=cpu)
+    tab = tables(spec, job, hardware, choice.setting, cpu=cpu, live=live)
     for name, rows in (("places", choice.places), ("policies", choice.policies)):
-        wanted = [n if name == "places" or b else 0 for n, b in zip(tab.counts, tab.block, strict=True)]
+        wanted = [n if name == "places" or b else 0 for n, b in zip(tab.counts, tab.free, strict=True)]
         if [sum(row) for row in rows] != wanted:
             raise ArgumentError(message("predict", name, f"rows that add up to {wanted}", list(rows)))
     place = torch.tensor([choice.places], dtype=torch.float64)

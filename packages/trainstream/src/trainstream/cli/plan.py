@@ -175,24 +175,29 @@ def _above(name: str, value: float) -> float:
     return number(name, value, above=0.0)
 
 
+def _within(room: Room, spec: ModelSpec, *, inverse: bool = False) -> Room:
+    """Return what of a room is planned with, as `wrap()` does; `inverse`: the room that leaves as much."""
+    from ts_core.headroom import arena_growth, ram_for, unplanned
+
+    if room.host is None:
+        device = (
+            ram_for(room.device, spec.bytes) if inverse else room.device - unplanned(room.device, spec.bytes)
+        )
+        return dataclasses.replace(room, device=max(device, 0))
+    host = ram_for(room.host) if inverse else room.host - arena_growth(room.host)
+    return dataclasses.replace(room, host=max(host, 0))
+
+
 def _packings(names: tuple[str, ...]) -> tuple[Packing, ...]:
     import ts_quant  # noqa: F401 - registers its codecs
-    from ts_core import registry
-    from ts_core.job import Packing
+    from trainstream._first import packing_of
 
-    side, found = 1024, []
-    for name in names:
-        if name == "none":
-            found.append(Packing())
-        else:
-            bytes_each = registry.codec(name).packed_bytes((side, side), 64) / side**2
-            found.append(Packing(name, bytes_each))
-    return tuple(found)
+    return tuple(packing_of(name) for name in names)
 
 
-def _job(asked: Asked, cpu: bool) -> Job:
+def _job(asked: Asked, spec: ModelSpec, cpu: bool) -> Job:
+    from trainstream._first import planned_job
     from ts_core.errors import OptionError
-    from ts_core.job import Job
     from ts_core.options import choice
 
     wanted = choice("quantize", asked.quantize, ("auto", "none", *_codecs()))
@@ -205,18 +210,18 @@ def _job(asked: Asked, cpu: bool) -> Job:
         raise OptionError(
             f"option micro-batch: expected a divisor of the batch of {asked.batch}, given {asked.micro_batch}"
         )
-    return Job(
+    return planned_job(
+        spec,
+        cpu=cpu,
         seq_len=asked.seq,
         batch=asked.batch,
         lora_rank=asked.rank if asked.lora else 0,
+        trains=not asked.lora,
         micro_batches=None if asked.micro_batch is None else (asked.micro_batch,),
         packings=_packings(names if wanted in ("auto", "none") else (wanted,)),
         # Adapters stay on the device with all of their state.
         moments=(chosen,) if chosen != "auto" else formats[:1] if asked.lora else formats,
-        # With every weight trained there are many more placements, and a third slot gains next to nothing.
-        slots=(2, 3) if asked.lora else (2,),
         prefer=choice("prefer", asked.prefer, ("exact", "speed")),
-        spare_files=not cpu,
     )
 
 
@@ -250,14 +255,14 @@ def _decoded(spec: ModelSpec) -> ModelSpec:
     return dataclasses.replace(spec, blocks=blocks, notes=notes)
 
 
-def _alternatives(asked: Asked, job: Job, cpu: bool, *, smaller: bool) -> dict[str, Job]:
+def _alternatives(asked: Asked, job: Job, spec: ModelSpec, cpu: bool, *, smaller: bool) -> dict[str, Job]:
     """Return other jobs that are worth a try, by the options that ask for them."""
     found: dict[str, Job] = {}
     if job.lora_rank and job.packings[-1].name in ("none", "int8") and asked.quantize != "auto":
         found["--quantize nf4"] = dataclasses.replace(job, packings=_packings(("nf4",)))
     if not job.lora_rank:
         lora = dataclasses.replace(asked, lora=True, quantize="auto", rank=16)
-        found["--lora"] = _job(lora, cpu)
+        found["--lora"] = _job(lora, spec, cpu)
     if smaller:
         if asked.batch > 1 and (asked.micro_batch or asked.batch) > 1:
             found["--batch 1"] = dataclasses.replace(job, batch=1, micro_batches=None)
@@ -282,16 +287,16 @@ def run(console: Console, asked: Asked) -> int:
     """
     from ts_core.advice import explain, helps, plan_of
     from ts_core.errors import DoesNotFitError
-    from ts_core.search import search
+    from ts_core.search import choose
     from ts_hf.header_spec import find_spec
 
     room, cpu = _room(asked)
-    job = _job(asked, cpu)
     hardware, source = _profile(asked, cpu)
     spec = find_spec(asked.model, dtype="bfloat16")  # as load_model and finetune hold it
-    if not job.lora_rank:
+    if not asked.lora:
         spec = _decoded(spec)
-    elif _is_packed(spec):
+    job = _job(asked, spec, cpu)
+    if job.lora_rank and _is_packed(spec):
         job = dataclasses.replace(job, packings=_packings(("none",)))  # it stays as it is stored
     told = {
         "model": {
@@ -309,13 +314,15 @@ def run(console: Console, asked: Asked) -> int:
     }
     _head(console, spec, room, source, asked)
     try:
-        found = search(spec, job, hardware, room)
+        found = choose(spec, job, hardware, _within(room, spec))
     except DoesNotFitError:
         return _refuse(console, asked, spec, job, hardware, room, told, cpu)
     device = "cpu" if cpu else "cuda"
     plan = plan_of(spec, found, room, job=job, device=device)
     reasons = explain(spec, job, room, found)
-    better = helps(spec, job, hardware, room, found, _alternatives(asked, job, cpu, smaller=False))
+    better = helps(
+        spec, job, hardware, _within(room, spec), found, _alternatives(asked, job, spec, cpu, smaller=False)
+    )
     console.event(
         "plan",
         fits=True,
@@ -385,8 +392,10 @@ def _refuse(
     from ts_core.advice import nearest
 
     options: list[dict[str, Any]] = []
-    for option in nearest(spec, job, hardware, room, _alternatives(asked, job, cpu, smaller=True)):
-        words = _words(option.name, option.room, asked, cpu)
+    for option in nearest(
+        spec, job, hardware, _within(room, spec), _alternatives(asked, job, spec, cpu, smaller=True)
+    ):
+        words = _words(option.name, _within(option.room, spec, inverse=True), asked, cpu)
         options.append({"change": words, "prediction": dataclasses.asdict(option.prediction)})
     console.event("plan", fits=False, **told, options=options)
     console.say("\ndoes not fit")

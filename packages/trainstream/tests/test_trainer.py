@@ -459,6 +459,28 @@ def test_training_twice_goes_on_with_the_same_wrapping(tmp_path):
     assert trainer.optimizer.optimizer is optimizer
 
 
+@pytest.mark.parametrize("chunked", [True, False])
+def test_a_mean_over_each_micro_batch_can_be_asked_for(tmp_path, chunked):
+    rows, kept = random_rows(4), []
+    for cls, extra in ((Trainer, {}), (TrainStreamTrainer, {"trainstream": {"chunked_loss": chunked}})):
+        gradients = Gradients()
+        args = arguments(tmp_path, gradient_accumulation_steps=4)
+        trainer = cls(model=build(), args=args, train_dataset=rows, callbacks=[gradients], **extra)
+        trainer.model_accepts_loss_kwargs = False
+        trainer.train()
+        kept.append(gradients.steps[0])
+    for name, right in kept[0].items():
+        torch.testing.assert_close(kept[1][name], right, rtol=1e-4, atol=1e-7, msg=name)
+
+
+def test_a_compiled_model_has_its_own_loss(tmp_path, caplog):
+    trainer = TrainStreamTrainer(
+        model=build(), args=arguments(tmp_path, torch_compile=True), train_dataset=random_rows(2)
+    )
+    assert not trainer._chunked
+    assert "torch_compile" in caplog.text
+
+
 def test_another_trainer_wraps_the_model_again(tmp_path):
     """With its own options and an optimizer that it logs about, not with what the first one left."""
     rows, made = random_rows(6), []

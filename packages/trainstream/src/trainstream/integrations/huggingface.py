@@ -233,6 +233,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             return "label_smoothing_factor needs whole logits"
         if self.compute_loss_func is not None:
             return "compute_loss_func needs the model's outputs"
+        if self.args.torch_compile:
+            return "torch_compile compiles the model as a whole"
         return chunking_obstacle(self.model)
 
     # ------------------------------------------------------------------------------------ optimizer
@@ -335,6 +337,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Compute the loss from hidden states in chunks, or as Trainer does where logits are asked for."""
+        if not self.model_accepts_loss_kwargs:
+            num_items_in_batch = None  # somebody wants a mean over each micro-batch: Trainer divides it
         usual = inputs.get("labels") is not None and "shift_labels" not in inputs
         if not self._chunked or self._need_logits or not usual:
             return self._whole_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
@@ -360,7 +364,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> Any:
         """Let Trainer compute the loss from whole logits, and see to its divisor where the model cannot."""
-        if self._foreign_loss():
+        if self._foreign_loss() or not self.model_accepts_loss_kwargs:
             return super().compute_loss(model, inputs, return_outputs, num_items, **kwargs)
         accepted, self.model_accepts_loss_kwargs = self.model_accepts_loss_kwargs, self._takes_loss_kwargs
         try:

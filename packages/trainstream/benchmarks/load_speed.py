@@ -12,8 +12,9 @@ read and each load their pages are dropped from the system's cache (--warm leave
 Fields: `load_gb_per_s` and `probe_gb_per_s`, bytes of the checkpoint per second; `share_of_probe`, their
 ratio; `final_bytes`, what the loaded model takes in RAM; `above_final_bytes`, the peak of anonymous and
 shared memory during the load less that before it and less the model; `allowed_bytes`, the largest tensor and
-a tenth of the model. Dropping pages asks the kernel and it may keep some (`cached_frac` of the files was
-still there), and a file system of a virtual machine has a cache of its own: judge the ratio.
+a tenth of the model; `cpu_s_per_gb`, processor time of the load, which other work on the machine leaves
+alone. Dropping pages asks the kernel and it may keep some (`cached_frac` of the files was still there), and a
+file system of a virtual machine has a cache of its own: judge the ratio.
 """
 
 from __future__ import annotations
@@ -178,16 +179,17 @@ def load_once(folder: Path, form: str, device: str, offload: str, threads: int, 
     cached = cached_frac(paths)
     before = host_usage().used_bytes
     with PeakSampler(interval_s=0.002) as sampler:
-        start = time.perf_counter()
+        start, busy = time.perf_counter(), time.process_time()
         model = load_model(str(folder), **words)
         if device.startswith("cuda"):
             torch.cuda.synchronize()
-        seconds = time.perf_counter() - start
+        seconds, busy = time.perf_counter() - start, time.process_time() - busy
     receipt = model.trainstream_receipt
     final = 0 if device.startswith("cuda") else receipt["bytes_after"] - receipt["file_bytes"]
     largest = 2 * max(p.numel() for p in model.parameters())
     return {
         "seconds": round(seconds, 3),
+        "cpu_seconds": round(busy, 3),
         "cached_frac": cached,
         "final_bytes": final,
         "share_packed": round(receipt["share_packed"], 4),
@@ -225,6 +227,7 @@ def run(arguments: argparse.Namespace, folder: Path, form: str, nbytes: int) -> 
         "probe_gb_per_s_all": [round(value, 3) for value in probes],
         "share_of_probe": round(rate / plain, 3),
         **{key: loads[-1][key] for key in ("final_bytes", "share_packed", "allowed_bytes", "cached_frac")},
+        "cpu_s_per_gb": round(statistics.median(e["cpu_seconds"] for e in loads) / nbytes * 1e9, 3),
         "above_final_bytes": max(entry["above_final_bytes"] for entry in loads),
         "load": round(os.getloadavg()[0], 1),
         "warm": arguments.warm,

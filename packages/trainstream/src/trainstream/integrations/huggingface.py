@@ -254,7 +254,8 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
 
     def create_optimizer(self, model: nn.Module | None = None) -> Any:
         """Let Trainer make its AdamW (decay groups, rate, betas, eps), then wrap the model with it."""
-        if session_of(self.model) is not None and self.optimizer is None:
+        before: Any = self.optimizer  # type: ignore[has-type]
+        if session_of(self.model) is not None and before is None:
             LOGGER.warning("the model was wrapped before: it is wrapped again, with this Trainer's options")
             ts.unwrap(self.model)
         optimizer = super().create_optimizer() if model is None else super().create_optimizer(model)

@@ -159,8 +159,11 @@ def test_nan_names_the_weight_and_the_file(tmp_path):
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/status"), reason="reads /proc")  # noqa: PTH110
-def test_peak_memory_is_the_packed_model_and_one_tensor_decoded(tmp_path):
-    """Beside two encodings, measuring takes one tensor in fp32, a little of it in float64 at a time."""
+def test_peak_memory_is_the_packed_model_and_a_few_tensors(tmp_path):
+    """Measuring takes one tensor in fp32, two encodings and what the allocator leaves between them.
+
+    Without care it is holes as large as a layer decoded for every layer, six times the packed model here.
+    """
     small = save(uneven(), tmp_path / "small")
     heads = {"head_dim": 64, "num_attention_heads": 16, "num_key_value_heads": 16}
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 6, "vocab_size": 2048}
@@ -179,4 +182,4 @@ def test_peak_memory_is_the_packed_model_and_one_tensor_decoded(tmp_path):
     assert result["checkpoint_bytes"] > 190e6
     assert result["kept_precise"] > 0
     values = 4096 * 1024
-    assert result["peak"] <= 1.1 * (result["bytes_after"] + values * (2 + 4 + 0.6 + 1.1)), result
+    assert result["peak"] <= 1.1 * result["bytes_after"] + 4 * 4 * values, result

@@ -119,10 +119,11 @@ def encode(packing, source):
 
 
 def chosen(every):
-    """All ways to pack, or one of each kind of codec."""
+    """All ways to pack, or one of each kind of codec that has a kernel of its own."""
     kinds = {}
     for packing in PACKINGS:
-        kinds.setdefault(type(registry.codec(packing[0])), packing)
+        if packing[0] not in ("stacked", "bnb_fp4"):  # pieces of other codecs, the kernel of nf4
+            kinds.setdefault(type(registry.codec(packing[0])), packing)
     return PACKINGS if every else list(kinds.values())
 
 

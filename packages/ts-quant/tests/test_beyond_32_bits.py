@@ -25,7 +25,7 @@ def run(what):
 @pytest.mark.skipif(sys.platform != "linux", reason="maps memory as Linux does")
 def test_decoding():
     """One codec of each kind; every night all of them."""
-    assert len(run("decode")) >= 10
+    assert len(run("decode")) >= 8
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="maps memory as Linux does")

@@ -10,6 +10,7 @@ parameter needs.
 from __future__ import annotations
 
 import copy
+import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -92,6 +93,7 @@ class Packing:
             with it every one is measured while it is stored.
         measured: What was found.
         precise: Parameters that are stored one codec up.
+        scratch: What is measured is decoded to: one buffer, so that the heap gets no holes.
     """
 
     codec: str | None
@@ -105,6 +107,7 @@ class Packing:
     share: float = 0.0
     measured: dict[str, Candidate] = field(default_factory=dict)
     precise: frozenset[str] = frozenset()
+    scratch: torch.Tensor | None = None
 
     def choose_precise(self, names: Iterable[str]) -> frozenset[str]:
         """Settle which parameters move up one codec, once all are stored.
@@ -117,7 +120,7 @@ class Packing:
         """
         found = [self.measured[name] for name in names if name in self.measured]
         self.precise = frozenset(choose(found, self.share))
-        self.measured, self.share = {}, 0.0
+        self.measured, self.share, self.scratch = {}, 0.0, None
         return self.precise
 
     def packs(self, name: str) -> bool:
@@ -131,7 +134,10 @@ class Packing:
             size, double = self.block_size, self.double_quant
             codec = NEXT_CODEC[self.codec] if name in self.precise else self.codec
             if self.share:
-                self.measured[name] = measure(name, tensor, codec, size, double)
+                if self.scratch is None or self.scratch.numel() < tensor.numel():
+                    self.scratch = None
+                    self.scratch = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
+                self.measured[name] = measure(name, tensor, codec, size, double, scratch=self.scratch)
             how: Any = {"block_size": size, "double_quant": double, "name": name}
             temporary = bool(self.share or self.fit[0])
             tensor = quantize_with_error(tensor, codec, *self.fit, **how)
@@ -481,6 +487,9 @@ def stream(
     state.raw = torch.empty(
         max((checkpoint.info(key).nbytes for key in passing), default=0), dtype=torch.uint8
     )
+    if packing.share:
+        most = max((math.prod(checkpoint.info(key).shape) for key in passing), default=0)
+        packing.scratch = torch.empty(most, dtype=torch.float32, device=device)
     with torch.no_grad():
         for target in plan.targets:
             state.fill(target)

@@ -103,7 +103,13 @@ class Candidate:
 
 
 def measure(
-    key: Any, tensor: torch.Tensor, codec: str, block_size: int, double_quant: bool = False
+    key: Any,
+    tensor: torch.Tensor,
+    codec: str,
+    block_size: int,
+    double_quant: bool = False,
+    *,
+    scratch: torch.Tensor | None = None,
 ) -> Candidate:
     """Encode a weight in its codec and in the next one, and compare.
 
@@ -113,6 +119,7 @@ def measure(
         codec: A codec of `NEXT_CODEC`.
         block_size: Values per scale.
         double_quant: Quantize the scales too.
+        scratch: Memory to decode to, float32, at least as many values as the weight has; `None` allocates.
 
     Returns:
         Bytes and gain; nothing of the encoded weight is kept.
@@ -122,7 +129,9 @@ def measure(
         64
     """
     sizes, errors = [], []
-    decoded = torch.empty_like(tensor, dtype=torch.float32, memory_format=torch.contiguous_format)
+    if scratch is None:
+        scratch = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
+    decoded = scratch[: tensor.numel()].view(tensor.shape)
     for each in (codec, NEXT_CODEC[codec]):
         how: Any = {"block_size": block_size, "double_quant": double_quant, "name": str(key)}
         made = quantize(tensor.detach(), each, **how)

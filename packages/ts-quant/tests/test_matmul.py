@@ -2,27 +2,23 @@
 
 import contextlib
 import copy
-import gc
-import weakref
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ts_core.errors import DeviceError, OptionError
 from ts_core.registry import SlottedWeight
 from ts_core.testing import assert_bit_equal, devices, make_tensor
 from ts_quant import QuantizedTensor, quantize, set_matmul, verify
 from ts_quant import _scaled_linear as scaled_linear_module
-from ts_quant._shared_input import shared
 from ts_quant._transpose import transpose_bytes
 from ts_quant.matmul import DECODE, Matmul, emulated, how, multiplies
 from ts_quant.products import PRODUCTS, TRANSPOSED, outlier_columns, split_outliers
 from ts_quant.references import small_floats as reference
-from ts_quant.scaled_mm import ROUNDING, Operand, blocked_scales, emulate, multiply, plain_scales
+from ts_quant.scaled_mm import Operand, blocked_scales, emulate, multiply, plain_scales
 from ts_quant.verify import check_input_gradients, gradient_error, try_product
 
 CODECS = tuple(PRODUCTS)
@@ -359,103 +355,6 @@ def test_which_gpus_compute_what(codec, capability, cuda, expected):
     assert PRODUCTS[codec].on(*capability, cuda) is expected
 
 
-# -- the shared input
-
-
-@pytest.fixture
-def quantizations(monkeypatch):
-    """Count how often an input is quantized."""
-    calls = []
-    original = scaled_linear_module._quantized
-    monkeypatch.setattr(
-        scaled_linear_module, "_quantized", lambda x, form: calls.append(tuple(x.shape)) or original(x, form)
-    )
-    return calls
-
-
-def test_projections_of_one_input_quantize_it_once(quantizations):
-    weights = [weight_of("fp8_row", (size, 64), size) for size in (64, 32, 16)]
-    x = make_tensor((2, 3, 64), dtype=BF16).requires_grad_()
-    with emulated():
-        outs = [nn.functional.linear(x, w) for w in weights]
-        assert len(quantizations) == 1
-        with torch.autocast("cpu", dtype=BF16):
-            wide = x.detach().float()
-            for w in weights:
-                nn.functional.linear(wide, w)
-        assert len(quantizations) == 2
-    assert [out.shape[-1] for out in outs] == [64, 32, 16]
-    sum(out.sum() for out in outs).backward()
-    assert x.grad is not None
-
-
-def test_another_format_quantizes_again(quantizations):
-    x = make_tensor((4, 512), dtype=BF16)
-    with emulated():
-        for codec in ("fp8_row", "fp8_block", "fp8_block", "fp8_row"):
-            nn.functional.linear(x, weight_of(codec, (128, 512)))
-    assert len(quantizations) == 3
-
-
-@pytest.mark.parametrize(
-    "write",
-    [lambda x: x.mul_(2), lambda x: x[0].zero_(), lambda x: x.detach().add_(1), lambda x: x.view(-1).neg_()],
-)
-def test_an_input_written_in_place_is_quantized_again(write, quantizations):
-    weight, x = weight_of("fp8_row", (16, 64)), make_tensor((4, 64), dtype=BF16)
-    with emulated():
-        nn.functional.linear(x, weight)
-        write(x)
-        got = nn.functional.linear(x, weight)
-        assert_bit_equal(got, nn.functional.linear(x.clone(), weight))
-    assert len(quantizations) == 3
-
-
-def test_recomputation_quantizes_what_it_made(quantizations):
-    weight = weight_of("fp8_row", (64, 64))
-
-    def block(x):
-        y = x.tanh()
-        return nn.functional.linear(y, weight) + nn.functional.linear(y, weight)
-
-    x = make_tensor((4, 64), dtype=BF16).requires_grad_()
-    with emulated():
-        checkpoint(block, x, use_reentrant=False).sum().backward()
-        again = x.detach().clone().requires_grad_()
-        block(again).sum().backward()
-    assert len(quantizations) == 3
-    assert_bit_equal(x.grad, again.grad)
-
-
-def test_the_shared_input_keeps_nothing_alive():
-    class Value:
-        pass
-
-    x = torch.ones(3)
-    value = shared(x, ("a",), Value)
-    assert shared(x, ("a",), Value) is value
-    assert shared(x, ("b",), Value) is not value  # and lets go of the other
-    value = weakref.ref(shared(x, ("a",), Value))
-    there = weakref.ref(x)
-    del x
-    gc.collect()
-    assert there() is None
-    assert value() is None
-
-
-def test_a_new_tensor_in_the_place_of_an_old_one_is_not_taken_for_it():
-    for i in range(50):
-        x = torch.full((3,), float(i))
-        assert shared(x, ("a",), lambda x=x: float(x[0])) == i
-        del x
-
-
-def test_inputs_whose_writes_nobody_counts_are_not_shared():
-    with torch.inference_mode():
-        x = torch.ones(3)
-        assert shared(x, ("a",), object) is not shared(x, ("a",), object)
-
-
 # -- outliers
 
 
@@ -663,96 +562,4 @@ def test_compiles_without_a_graph_break(codec, options, device):
             results.append([out.detach(), *torch.autograd.grad(out, x, torch.ones_like(out))])
     torch._dynamo.reset()
     for got, want in zip(*results, strict=True):
-        assert_bit_equal(got, want)
-
-
-# -- on a GPU
-
-
-def here(codec):
-    return torch.cuda.is_available() and multiplies(codec, torch.device("cuda"))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("codec", CODECS)
-def test_a_gpu_that_should_multiply_does(codec):
-    """The trial product: nothing is wrong on a GPU of the right kind."""
-    if not torch.cuda.is_available():
-        pytest.skip("no GPU")
-    properties = torch.cuda.get_device_properties(0)
-    cuda = tuple(int(part) for part in torch.version.cuda.split(".")[:2])
-    if not PRODUCTS[codec].on(properties.major, properties.minor, cuda):
-        pytest.skip(f"compute capability {properties.major}.{properties.minor} does not multiply {codec}")
-    assert try_product(codec, torch.device("cuda", 0)) == ""
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize(
-    "mode", [torch.inference_mode, torch.no_grad, lambda: torch.autocast("cuda", dtype=BF16)]
-)
-def test_the_trial_does_not_depend_on_where_it_is_made(codec, mode):
-    if not here(codec):
-        pytest.skip(f"this GPU does not multiply {codec}")
-    with mode():
-        assert try_product(codec, torch.device("cuda", 0)) == ""
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("codec", CODECS)
-@pytest.mark.parametrize("with_bias", [False, True])
-@pytest.mark.parametrize("rows", [1, 7, 64, 515])
-def test_tensor_cores_agree_with_the_emulation(codec, with_bias, rows):
-    if not here(codec):
-        pytest.skip(f"this GPU does not multiply {codec}")
-    weight = weight_of(codec, (1024, 1536), device="cuda")
-    x = make_tensor((rows, 1536), dtype=BF16, seed=1, device="cuda")
-    bias = make_tensor((1024,), dtype=BF16, seed=2, device="cuda") if with_bias else None
-    got = nn.functional.linear(x, weight, bias)
-    want, magnitudes = exact(codec, x.cpu(), weight.cpu(), None if bias is None else bias.cpu())
-    assert_close(got.cpu(), want, magnitudes, ROUNDING + (2.0**-8 if with_bias else 0))
-    with emulated():
-        on_gpu = nn.functional.linear(x, weight, bias)
-        on_cpu = nn.functional.linear(x.cpu(), weight.cpu(), None if bias is None else bias.cpu())
-    if codec == "fp8_row":  # every sum is exact
-        assert_bit_equal(on_gpu.cpu(), on_cpu)
-    assert_close(on_gpu.cpu(), want, magnitudes, 2.0**-20 + (2.0**-8 if with_bias else 0))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("codec", CODECS)
-def test_packed_gradients_agree_with_the_emulation(codec):
-    if not here(codec):
-        pytest.skip(f"this GPU does not multiply {codec}")
-    weight = weight_of(codec, (1024, 1536), device="cuda")
-    weight.matmul_options = Matmul(backward=True)
-    grads = []
-    for context in (torch.no_grad, emulated):  # the first one is for symmetry alone
-        x = make_tensor((37, 1536), dtype=BF16, seed=1, device="cuda").requires_grad_()
-        with context(), torch.enable_grad():
-            y = nn.functional.linear(x, weight)
-        (grad,) = torch.autograd.grad(y, x, make_tensor((37, 1024), dtype=BF16, seed=3, device="cuda"))
-        grads.append(grad.float())
-    assert float((grads[0] - grads[1]).norm() / grads[1].norm()) < 2.0**-7
-
-
-@pytest.mark.gpu
-def test_captured_graphs_do_not_share_what_another_one_quantized():
-    if not here("fp8_row"):
-        pytest.skip("this GPU does not multiply fp8_row")
-    weight = weight_of("fp8_row", (64, 64), device="cuda")
-    x = make_tensor((16, 64), dtype=BF16, device="cuda")
-    nn.functional.linear(x, weight)
-    torch.cuda.synchronize()
-    graphs, outs = [], []
-    for _ in range(2):
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            outs.append([nn.functional.linear(x, weight) for _ in range(2)])
-        graphs.append(graph)
-    x.copy_(make_tensor((16, 64), dtype=BF16, seed=9, device="cuda"))
-    want = nn.functional.linear(x.clone(), weight)
-    graphs[1].replay()
-    torch.cuda.synchronize()
-    for got in outs[1]:
         assert_bit_equal(got, want)

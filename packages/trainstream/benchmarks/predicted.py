@@ -52,7 +52,7 @@ CONFIGS = (
 SMOKE = ("tiny-lora-none-32-2",)
 #: For a machine without a GPU; a cap of 0 is none.
 SMALL = (
-    "50m-lora-none-64-0", "50m-full-none-64-0", "50m-lora-nf4-64-0", "50m-lora-none-64-0.2",
+    "50m-lora-none-64-0", "50m-full-none-64-0", "50m-lora-nf4-64-0", "50m-lora-none-64-0.3",
     "50m-full-none-64-0.7",
 )  # fmt: skip
 RANK = 16  # of `engines.add_lora`
@@ -124,8 +124,8 @@ def job_of(config: Config, spec: Any, cpu: bool) -> Any:
     )
 
 
-def room_of(config: Config, spec: Any, cpu: bool) -> Any:
-    """What may be used, as `wrap()` counts it."""
+def room_of(config: Config, spec: Any, cpu: bool, others: int) -> Any:
+    """What may be used, as `wrap()` counts it; `others` is what a process without a model holds of it."""
     import tempfile
 
     from ts_core.headroom import arena_growth, unplanned
@@ -136,7 +136,7 @@ def room_of(config: Config, spec: Any, cpu: bool) -> Any:
     ram, files = host_budget().available_bytes, disk_budget(tempfile.gettempdir())
     cap = int(config.cap * 2**30)
     if cpu:
-        ram = min(ram, cap) if cap else ram
+        ram = min(ram, cap - others) if cap else ram
         return Room(ram - unplanned(ram, spec.bytes), None, files)
     here = device_budget("cuda")
     free = here.available_bytes + here.cached_bytes
@@ -154,14 +154,14 @@ def rates(device: str) -> Any:
     return kept_profile(device) or assumed_profile(device)
 
 
-def predict(config: Config, device: str) -> dict[str, Any]:
+def predict(config: Config, device: str, others: int = 0) -> dict[str, Any]:
     """The plan and what it takes; nothing is built."""
     from ts_core.advice import plan_of
     from ts_core.search import choose
 
     cpu = device == "cpu"
     spec = spec_of_shape(config.shape)
-    job, room, profile = job_of(config, spec, cpu), room_of(config, spec, cpu), rates(device)
+    job, room, profile = job_of(config, spec, cpu), room_of(config, spec, cpu, others), rates(device)
     found = choose(spec, job, profile, room)
     plan = plan_of(spec, found, room, job=job, device=device)
     return {
@@ -311,6 +311,26 @@ def run_worker(config: Config, args: argparse.Namespace, forced: dict[str, Any])
     return json.loads(lines[-1])
 
 
+def others_of(args: argparse.Namespace) -> int:
+    """Bytes of RAM that a process holds that has imported and warmed up everything, but has no model."""
+    if args.device != "cpu":
+        return 0
+    if args.others is None:
+        words = [sys.executable, __file__, "--worker", "probe", "--device", "cpu"]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=args.timeout, check=True)
+        args.others = json.loads(done.stdout.strip().splitlines()[-1])["others_bytes"]
+    return int(args.others)
+
+
+def probe() -> dict[str, Any]:
+    """Say what this process holds, as `wrap()` counts it."""
+    import trainstream  # noqa: F401 -- the baseline
+    from trainstream._budget import host_used
+
+    warm_up("cpu")
+    return {"others_bytes": host_used()}
+
+
 def neighbours(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Other plans as options of `wrap()`, those nearest to the plan in use first."""
     policies, places = line["policies"], line["stack"]
@@ -348,7 +368,7 @@ def measure(config: Config, args: argparse.Namespace) -> dict[str, Any]:
 
     line: dict[str, Any] = {"config": config.name, "device": args.device}
     try:
-        planned = predict(config, args.device)
+        planned = predict(config, args.device, others_of(args) if config.cap else 0)
     except DoesNotFitError as error:
         return {**line, "problem": f"no plan: {error}"}
     # On disk before anything is built.
@@ -494,6 +514,7 @@ def arguments() -> argparse.Namespace:
 def main() -> None:
     """Do what the command line says."""
     args = arguments()
+    args.others = None
     engines.SHAPES.update(MORE_SHAPES)
     if args.device is None or args.smoke:
         import torch
@@ -502,9 +523,11 @@ def main() -> None:
     if args.configs is None:
         args.configs = ",".join(CONFIGS if args.device == "cuda" else SMALL)
     if args.worker:
-        print(
-            json.dumps(worker(Config.parse(args.worker), args.device, json.loads(args.options))), flush=True
-        )
+        if args.worker == "probe":
+            line = probe()
+        else:
+            line = worker(Config.parse(args.worker), args.device, json.loads(args.options))
+        print(json.dumps(line), flush=True)
         return
     with contextlib.ExitStack() as stack:
         if args.smoke:

@@ -1,6 +1,8 @@
 """`wrap()` and `trainstream plan` give the same answer about the same model and budgets."""
 
+import gc
 import json
+import weakref
 from types import SimpleNamespace
 
 import peft
@@ -10,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
+import trainstream
 from trainstream._budget import Limits
 from trainstream._decide import _settling, decide, moment_formats
 from trainstream._first import live_spec, packing_of, planned_job
@@ -185,3 +188,13 @@ def test_a_first_input_that_is_longer_than_planned_makes_room(tokens, used, stre
 def test_tokens_of_inputs_that_are_no_ids_are_all_but_the_last_dimension():
     assert _tokens((torch.zeros(2, 5, 8),), {}) == 10
     assert _tokens((), {}) == 0
+
+
+def test_nothing_holds_the_weights_that_were_packed():
+    model = LlamaForCausalLM(config_of(layers=2)).requires_grad_(False)
+    model.lm_head.weight.requires_grad_(True)
+    before = [weakref.ref(block.mlp.up_proj.weight) for block in model.model.layers]
+    model, _ = trainstream.wrap(model, quantize="nf4")
+    gc.collect()
+    assert [ref() for ref in before] == [None, None]
+    trainstream.unwrap(model)

@@ -122,8 +122,8 @@ def wrap(
         kernels = Kernels(model, blocks, device, checked)
         undo.append(kernels.undo)
         groups = block_map(model, checked.blocks)
+        inventory = Inventory(model, groups, blocks)  # of what is there now: the session holds no other
         if decided.hooked or paged:
-            inventory = Inventory(model, groups, blocks)
             room = bounds.budgets.device
             pager = start_paging(inventory, want, decided.layout, paged, tiers, checked, room)
             undo.append(pager.detach)

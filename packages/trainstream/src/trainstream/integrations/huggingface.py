@@ -32,6 +32,7 @@ from trainstream._options import WrapOptions
 from trainstream._session import session_of
 from trainstream.integrations._background import background_option, load_optimizer
 from trainstream.integrations._batches import RowPacking, packing_option, recompute_of
+from trainstream.integrations._chunking import chunking_obstacle, loss_in_chunks
 from trainstream.integrations._clipping import clip_gradients_
 from trainstream.integrations._metrics import LogMetrics
 from trainstream.integrations._plan_file import SavedPlan, read_plan, write_plan
@@ -40,15 +41,12 @@ from ts_core.headroom import RamGuard
 from ts_core.options import boolean, integer
 from ts_hf import (
     BlockCache,
-    backbone,
-    causal_lm_loss_for,
     count_items,
     load_model,
     reference_logprobs,
     save_model,
     sequence_logprobs_for,
 )
-from ts_hf.losses import head_of
 
 __all__ = [
     "BlockCache",
@@ -345,7 +343,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             return self._whole_loss(model, inputs, return_outputs, num_items_in_batch, **kwargs)
         # The model is not called as a whole, so accelerate's autocast around its forward is entered here.
         with self.accelerator.autocast():
-            loss = _loss_in_chunks(
+            loss = loss_in_chunks(
                 self.accelerator.unwrap_model(model), inputs, num_items_in_batch, self._loss_chunk_size
             )
         if (
@@ -544,25 +542,6 @@ def _saved_by(model: Any, save: Callable[..., None]) -> Iterator[None]:
         del model.__dict__["save_pretrained"]
         if before is not None:
             model.__dict__["save_pretrained"] = before
-
-
-def _loss_in_chunks(
-    model: nn.Module, inputs: dict[str, Any], num_items: torch.Tensor | int | None, chunk_size: int
-) -> torch.Tensor:
-    passed = {key: value for key, value in inputs.items() if key not in ("labels", "num_items_in_batch")}
-    hidden = backbone(model)(**{"use_cache": False, **passed}).last_hidden_state
-    return causal_lm_loss_for(model, hidden, inputs["labels"], num_items, chunk_size)
-
-
-def chunking_obstacle(model: nn.Module) -> str:
-    """Return why the loss of a model cannot be computed from hidden states, or an empty text."""
-    try:
-        head_of(model)
-    except (OptionError, AttributeError) as error:
-        return str(error)
-    if getattr(model.config, "output_router_logits", False):
-        return "output_router_logits adds the router's loss to the model's own"
-    return ""
 
 
 class TrainStreamCallback(TrainerCallback):  # type: ignore[misc]

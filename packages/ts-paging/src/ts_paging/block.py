@@ -29,6 +29,7 @@ from .slots import Slot, SlotLayout, own_view
 from .stand_in import StandIn
 
 if TYPE_CHECKING:
+    from .blockmode import Interior
     from .pager import WeightPager
 
 __all__ = ["PagedBlock"]
@@ -136,6 +137,7 @@ class PagedBlock:
         runs: How often the original forward ran; 2 per step when it recomputes.
         fills: How often its weights were brought into the slot.
         left: It was detached: only graphs from before use it.
+        interior: What block mode knows about it, once it has looked.
         before: Methods that others had put on the module before, by name.
     """
 
@@ -167,6 +169,7 @@ class PagedBlock:
         self._original: Callable[..., Any] = module.forward
         self.before: dict[str, Any] = {}
         self._stand_ins: dict[str, StandIn] = {}
+        self.interior: Interior | None = None
 
     def attach(self, slot: Slot | None, follows: PagedBlock | None = None) -> None:
         """Take a slot and replace ``forward``; ``.to()`` and the like leave paged Parameters alone.
@@ -377,6 +380,21 @@ class PagedBlock:
             self.runs += 1
             with self._bound(self.views):
                 return function(*args, **kwargs)
+        policy = self.pager.policy_of(self)
+        mode = self.pager.block_mode
+        if mode is None or function is not self._original or self in self.pager.edges:
+            return self._in_graph_mode(function, args, kwargs, policy, trained)
+        run = mode.enter(self, function, args, kwargs, policy)
+        if run is not None:
+            return run.outer()
+        with mode.watched(self, args, kwargs) as came:
+            output = self._in_graph_mode(function, args, kwargs, policy, trained)
+            came(output)
+        return output
+
+    def _in_graph_mode(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, policy: str, trained: tuple[int, ...]
+    ) -> Any:
         if len(trained) == len(self.views) > 0:
             leaves = list(_bind(self, trained, self._anchor))
         else:
@@ -384,7 +402,6 @@ class PagedBlock:
         if 0 < len(trained) < len(self.views):
             for index, leaf in zip(trained, _bind(self, trained, self._anchor), strict=True):
                 leaves[index] = leaf
-        policy = self.pager.policy_of(self)
         if policy == "recompute" and not self._cached(args, kwargs):
             output = self._recomputed(function, leaves, args, kwargs)
         else:

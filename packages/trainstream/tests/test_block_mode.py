@@ -1,0 +1,226 @@
+"""Block mode and captured blocks have the bits of the resident run; what cannot be so runs in graph mode.
+
+On the CPU a recording is a list of operations that runs again on the same memory, with all in between spoilt:
+it finds stale addresses, missing copies and wrong slots as a CUDA graph would have them.
+"""
+
+import itertools
+
+import pytest
+import torch
+from grid_models import (
+    NIGHTLY,
+    accumulated,
+    adamw,
+    batch,
+    build,
+    cached,
+    compare,
+    forward_order,
+    hidden,
+    hooked,
+    one,
+    paging,
+    resident,
+    retained,
+    reverse_order,
+    summed,
+    train,
+)
+from test_grid import POLICIES, _deterministic  # noqa: F401
+
+from ts_core.errors import StateError
+from ts_core.testing import devices
+from ts_paging.blockmode import BlockMode
+from ts_paging.captured import Captures
+
+pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
+
+KINDS = ["llama_tied", "lora", "gpt2", "gemma2", "stack"]
+ORDERS = [one, forward_order, reverse_order, summed, retained, accumulated]
+STEPS = 3
+
+
+def mode_of(pager, captured):
+    captures = Captures(pager.device) if captured else None
+    events = []
+    pager.block_mode = BlockMode(captures, events.append)
+    pager.block_mode.events = events
+    return pager.block_mode
+
+
+def check(kind, sequence, policy, slots, captured, device, steps=STEPS, shapes=((2, 9),)):
+    expected = resident(kind, sequence, "none", device, adamw, count=steps, shapes=shapes)
+    model = build(kind)
+    with paging(model, "host", policy, slots, device) as pager:
+        mode = mode_of(pager, captured)
+        compare(train(model, adamw(list(model.parameters())), sequence, device, steps, shapes), expected)
+        assert mode.reasons == {}
+        assert all(block.interior.probed for block in pager.blocks)
+        if captured:
+            assert sorted(mode.captures.replays) == sorted(block.name for block in pager.blocks)
+        return mode
+
+
+def some(rows):
+    """A third of a product, every value in it, unless all of it is wanted."""
+    rows = list(rows)
+    return rows if NIGHTLY else rows[:: max(len(rows) // 12, 1)]
+
+
+GRID = list(itertools.product(KINDS, ORDERS, POLICIES, [1, 2, 3]))
+
+
+def name_of(value):
+    return getattr(value, "__name__", str(value))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("kind", "sequence", "policy", "slots"), some(GRID), ids=name_of)
+def test_block_mode_is_the_resident_training(kind, sequence, policy, slots, device):
+    check(kind, sequence, policy, slots, False, device)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize(("kind", "sequence", "policy", "slots"), some(reversed(GRID)), ids=name_of)
+def test_captured_training_is_the_resident_training(kind, sequence, policy, slots, device):
+    check(kind, sequence, policy, slots, True, device)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("kind", ["llama", "lora"])
+def test_twenty_steps_with_and_without_dropout_have_the_same_bits(kind, policy, device):
+    mode = check(kind, one, policy, 2, True, device, steps=20)
+    # Watched once, then replayed in every step.
+    assert set(mode.captures.replays.values()) == {19}
+    # Two slots, and the first block gets no gradient for its input where the embedding is frozen.
+    assert mode.captures.recordings == (3 if kind == "lora" else 2)
+    assert mode.captures.pool_bytes() > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_inputs_of_several_shapes_are_recorded_each(policy):
+    mode = check("llama_tied", one, policy, 2, True, "cpu", 8, ((2, 9), (1, 5), (3, 4)))
+    assert mode.captures.shapes == 3
+
+
+def test_shapes_beyond_the_limit_run_eagerly_and_say_so():
+    model = build("llama")
+    with paging(model, "host", "recompute", 2) as pager:
+        mode = mode_of(pager, True)
+        mode.captures.max_shapes = 1
+        optimizer = adamw(list(model.parameters()))
+        shapes = ((2, 9), (1, 5))
+        expected = resident("llama", one, "none", "cpu", adamw, count=6, shapes=shapes)
+        compare(train(model, optimizer, one, "cpu", 6, shapes), expected)
+        assert set(mode.reasons.values()) == {"inputs have more than 1 forms"}
+        assert len(mode.events) == 1
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("kind", "sequence", "why"),
+    [
+        ("llama", cached, "an argument of type DynamicCache"),
+        ("llama", hidden, "hooks are registered"),
+        ("stack", hidden, "what comes into it is used elsewhere, too"),
+        ("stack", hooked, "hooks are registered"),
+        ("mixtral", one, "hooks are registered"),
+    ],
+)
+def test_what_leaves_a_block_keeps_it_in_graph_mode(kind, sequence, why, policy, captured):
+    expected = resident(kind, sequence, "none", "cpu", adamw)
+    model = build(kind)
+    with paging(model, "host", policy, 2) as pager:
+        mode = mode_of(pager, captured)
+        compare(train(model, adamw(list(model.parameters())), sequence), expected)
+        assert any(why in reason for reason in mode.reasons.values()), mode.reasons
+        assert any(why in line for line in mode.events)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_gradients_of_gradients_are_refused(policy, captured):
+    model = build("llama")
+    with paging(model, "host", policy, 2, edges=False) as pager:
+        mode_of(pager, captured)
+        train(model, adamw(list(model.parameters())), one)
+        ids = batch(0)
+        with pytest.raises(StateError, match=r"create_graph=True.*layers\.3"):
+            model(input_ids=ids, labels=ids, use_cache=False).loss.backward(create_graph=True)
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_second_backward_without_the_graph_and_a_written_weight_are_refused(policy, captured):
+    model = build("llama")
+    with paging(model, "host", policy, 2) as pager:
+        mode_of(pager, captured)
+        train(model, adamw(list(model.parameters())), one)
+        ids = batch(0)
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        with torch.no_grad():
+            model.model.layers[1].mlp.up_proj.weight.mul_(1.0)
+        with pytest.raises(StateError, match="modified in place"):
+            loss.backward()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+def test_gradients_of_some_inputs_alone_leave_the_weights_alone(captured):
+    model = build("llama")
+    with paging(model, "host", "recompute", 2) as pager:
+        mode_of(pager, captured)
+        train(model, adamw(list(model.parameters())), one)
+        model.zero_grad()
+        x = torch.randn(2, 9, 32, requires_grad=True)
+        for _ in range(3):
+            (grad,) = torch.autograd.grad(model(inputs_embeds=x, use_cache=False).logits.square().mean(), x)
+        assert grad.abs().sum() > 0
+        assert all(p.grad is None for p in model.parameters())
+
+
+def test_an_adapter_that_is_switched_off_is_not_replayed():
+    model = build("lora")
+    ids = batch(0)
+    plain = build("lora")
+    with plain.disable_adapter(), torch.no_grad():
+        expected = plain(input_ids=ids, use_cache=False).logits
+    with paging(model, "host", "recompute", 2) as pager:
+        mode_of(pager, True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        train(model, optimizer, one)
+        with model.disable_adapter():
+            x = model.get_input_embeddings()(ids).detach().requires_grad_()
+            found = [model(inputs_embeds=x, use_cache=False).logits for _ in range(3)]
+        assert all(torch.equal(each, expected) for each in found)
+
+
+def test_a_tensor_that_slips_out_of_a_block_is_found_when_backward_comes_through_it():
+    kept = []
+
+    class Leaky(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = torch.nn.Linear(8, 8)
+
+        def forward(self, x):
+            y = self.linear(x)
+            kept.append(y)
+            return torch.tanh(y)
+
+    model = torch.nn.Sequential(*[Leaky() for _ in range(3)])
+    with paging(model, edges=False, blocks=list(model)) as pager:
+        mode_of(pager, False)
+        for _ in range(2):
+            kept.clear()
+            model(torch.randn(2, 8)).sum().backward()
+        kept.clear()
+        loss = model(torch.randn(2, 8)).sum()
+        with pytest.raises(StateError, match="left it other than as its output"):
+            (loss + kept[1].sum()).backward()

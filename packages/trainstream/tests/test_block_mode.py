@@ -5,11 +5,14 @@ it finds stale addresses, missing copies and wrong slots as a CUDA graph would h
 """
 
 import itertools
+import json
 
 import pytest
 import torch
 from grid_models import (
+    LAYERS,
     NIGHTLY,
+    WRAP_POLICIES,
     accumulated,
     adamw,
     batch,
@@ -19,6 +22,7 @@ from grid_models import (
     forward_order,
     hidden,
     hooked,
+    offload_adamw,
     one,
     paging,
     resident,
@@ -29,6 +33,7 @@ from grid_models import (
 )
 from test_grid import POLICIES, _deterministic  # noqa: F401
 
+import trainstream
 from ts_core.errors import StateError
 from ts_core.testing import devices
 from ts_paging.blockmode import BlockMode
@@ -224,3 +229,93 @@ def test_a_tensor_that_slips_out_of_a_block_is_found_when_backward_comes_through
         loss = model(torch.randn(2, 8)).sum()
         with pytest.raises(StateError, match="left it other than as its output"):
             (loss + kept[1].sum()).backward()
+
+
+def test_modules_that_move_are_recorded_anew():
+    """Settled, their weights have a slot of their own; unpaged, they stay where they are."""
+    expected = resident("llama", one, "none", "cpu", adamw, count=12)
+    model = build("llama")
+    with paging(model, "host", "recompute", 2, edges=False) as pager:
+        mode = mode_of(pager, True)
+        optimizer = adamw(list(model.parameters()))
+        names = [block.name for block in pager.blocks]
+        losses, gradients = [], []
+        for start in (0, 4, 8):
+            if start == 4:
+                pager.settle(names[:2])
+            if start == 8:
+                pager.unpage(names[2:], lambda parameter: None)
+            mode.captures.replays.clear()
+            part = train(model, optimizer, one, count=4, first=start)
+            losses += part.losses
+            gradients += part.gradients
+            assert sorted(mode.captures.replays) == names
+            assert mode.reasons == {}
+        part.losses, part.gradients = losses, gradients
+        compare(part, expected)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_blocks_whose_weights_stay_have_recordings_of_their_own(policy):
+    for kind, sequence in (("lora", one), ("llama_tied", forward_order)):
+        expected = resident(kind, sequence, "none", "cpu", adamw)
+        model = build(kind)
+        with paging(model, "host", policy, 2, pages=lambda parameter: False, edges=False) as pager:
+            mode = mode_of(pager, True)
+            compare(train(model, adamw(list(model.parameters())), sequence), expected)
+            assert len(mode.captures.replays) == LAYERS
+            assert mode.captures.recordings == LAYERS
+            assert mode.reasons == {}
+
+
+@pytest.mark.parametrize("policy", list(WRAP_POLICIES))
+@pytest.mark.parametrize("kind", ["llama", "lora"])
+def test_wrap_captures_and_reports(kind, policy):
+    expected = resident(kind, one, "none", "cpu", offload_adamw, count=5)
+    model = build(kind)
+    options = {**WRAP_POLICIES[policy], "param_offload": True, "capture": True}
+    model, optimizer = trainstream.wrap(model, offload_adamw(list(model.parameters())), **options)
+    compare(train(model, optimizer, one, count=5), expected)
+    captured = trainstream.memory_report(model)["captured"]
+    assert captured["blocks"] == LAYERS
+    assert captured["replays"] >= 2 * LAYERS  # the first steps are watched and measured
+    assert captured["fallbacks"] == {}
+    assert captured["bytes"] > 0
+    train(model, optimizer, one, count=1)
+    events = trainstream.memory_report(model)["events"]
+    assert any(f"capture: {LAYERS} of {LAYERS} blocks replay" in line for line in events)
+    json.dumps(captured)
+    trainstream.unwrap(model)
+
+
+def test_wrap_without_capture_runs_eagerly_and_says_so():
+    model, _ = trainstream.wrap(build("llama"), param_offload=True)
+    assert trainstream.memory_report(model)["captured"] == {}
+    assert any(
+        line.startswith("capture=auto: blocks run eagerly") for line in model._trainstream_session.decisions
+    )
+    trainstream.unwrap(model)
+
+
+# The compiler looks at .grad of what comes in where a graph was broken, here behind every block.
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize("before", [True, False])
+def test_torch_compile_around_a_captured_model_has_the_same_bits(before):
+    torch.compiler.reset()
+    expected = resident("llama", one, "none", "cpu", offload_adamw)
+    model = build("llama")
+    compiled = torch.compile(model, backend="eager") if before else None
+    optimizer = offload_adamw(list(model.parameters()))
+    _, optimizer = trainstream.wrap(model, optimizer, param_offload=True, recompute=True, capture=True)
+    if compiled is None:
+        compiled = torch.compile(model, backend="eager")
+
+    def through(_, ids):
+        loss = compiled(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        return [loss]
+
+    compare(train(model, optimizer, through), expected)
+    assert trainstream.memory_report(model)["captured"]["blocks"] == LAYERS
+    trainstream.unwrap(model)
+    torch.compiler.reset()

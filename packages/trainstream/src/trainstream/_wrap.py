@@ -122,7 +122,7 @@ def wrap(
         kernels = Kernels(model, blocks, device, checked)
         undo.append(kernels.undo)
         groups = block_map(model, checked.blocks)
-        if decided.hooked or paged:
+        if decided.hooked or paged or (checked.capture is True and blocks):
             inventory = Inventory(model, groups, blocks)
             room = bounds.budgets.device
             pager = start_paging(inventory, want, decided.layout, paged, tiers, checked, room)
@@ -167,6 +167,8 @@ def wrap(
     session.adopt(Places(inventory, decided, want, bounds, checked, tiers))
     if pager is not None:
         pager.when_short = partial(session.events.add, _SHORT)
+        if pager.block_mode is not None:
+            pager.block_mode.tell = session.events.add
     if isinstance(adopted, OffloadAdamW):
         unsettled += _configure(session, adopted, given=adopted is optimizer)
     session.undo += renamed

@@ -23,6 +23,7 @@ from ts_core.errors import StateError
 from ts_core.guard import GuardedParameter, guard, guard_of, release
 
 from .activations import park_hook
+from .buffers import HeldBuffer, as_they_were
 from .files import locate
 from .seats import Seat
 from .slots import Slot, SlotLayout, own_view
@@ -456,12 +457,12 @@ class PagedBlock:
             # A key-value cache has the first run's keys and values already.
             args = tuple(caches.get(id(value), value) for value in args)
             kwargs = {key: caches.get(id(value), value) for key, value in kwargs.items()}
-            with self._bound(leaves), _as_they_were(buffers):
+            with self._bound(leaves), as_they_were(buffers):
                 return function(*args, **kwargs)
 
         return checkpoint(body, *args, use_reentrant=False, **kwargs)
 
-    def _buffers_now(self) -> list[_Buffer]:
+    def _buffers_now(self) -> list[HeldBuffer]:
         """Copy the module's buffers: a second run starts from the same ones, and its writes are dropped."""
         found = []
         for place, key in self._buffers:
@@ -471,7 +472,7 @@ class PagedBlock:
                 found.append((place, key, buffer, buffer.clone() if small else None, _version(buffer)))
         return found
 
-    def _expect_constant(self, buffers: list[_Buffer]) -> None:
+    def _expect_constant(self, buffers: list[HeldBuffer]) -> None:
         for place, key, buffer, copied, version in buffers:
             if copied is None and (place.get(key) is not buffer or _version(buffer) != version):
                 nbytes = buffer.numel() * buffer.element_size()
@@ -580,23 +581,6 @@ def _lies_in(tensor: Any, start: int, end: int) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-_Buffer = tuple[dict[str, Tensor | None], str, Tensor, Tensor | None, int]
-
-
-@contextlib.contextmanager
-def _as_they_were(buffers: list[_Buffer]) -> Iterator[None]:
-    """Put copies of copies of buffers in their places: the run may come again."""
-    small = [(place, key, copied) for place, key, _, copied, _ in buffers if copied is not None]
-    now = [place.get(key) for place, key, _ in small]
-    for place, key, copied in small:
-        place[key] = copied.clone()
-    try:
-        yield
-    finally:
-        for (place, key, _), value in zip(small, now, strict=True):
-            place[key] = value
 
 
 def _is_cache(value: Any) -> bool:

@@ -23,9 +23,11 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from ts_core.errors import StateError
+from ts_core.memory import format_bytes
 
 from .activations import park_hook
-from .block import PagedBlock, _as_they_were, _version, refuse_create_graph, written_between
+from .block import PagedBlock, _version, refuse_create_graph, written_between
+from .buffers import as_they_were
 from .calls import Call, OpaqueArgument, flatten
 from .rng import RandomState, as_it_was
 from .soleuse import watch_use
@@ -118,6 +120,7 @@ class Interior:
         self.anchor_node = get_gradient_edge(self.anchor).node
         self.probed = False
         self.known: dict[Any, Any] = {}  # what captures know about this block
+        self.generation = -1
 
     @contextlib.contextmanager
     def bound(self, tensors: dict[int, Tensor]) -> Iterator[None]:
@@ -205,6 +208,8 @@ class Run:
         self.flat = [_own(value, self.block) for value in flat]
         if again:
             self._outputs, self._node = [], None
+        else:
+            self.call = Call([], ((), ()))
         if [_version(leaf) for leaf in call.leaves] != self._versions:
             raise StateError(
                 f"block {self.block.name!r}: it writes into its inputs in place, which it did not do when it "
@@ -330,7 +335,7 @@ class Run:
         again = self.policy == "recompute"
         if again:
             device = self.block.pager.device
-            with as_it_was(self._random, device), self._cast(), _as_they_were(self._buffers):
+            with as_it_was(self._random, device), self._cast(), as_they_were(self._buffers):
                 self.inner(self.call.leaves)
         pairs = [(out, grad) for out, grad in zip(self._outputs, grads, strict=True) if grad is not None]
         edges = self.edges()
@@ -372,12 +377,13 @@ class BlockMode:
         self.reasons: dict[str, str] = {}
         self.turn = 0
         self._told: set[str] = set()
+        self._count = 0
 
     def enter(self, block: PagedBlock, function: Any, args: Any, kwargs: Any, policy: str) -> Run | None:
         """Return a run in block mode, or None where graph mode has to be taken."""
         pager = block.pager
         if pager.blocks and block is pager.blocks[0]:
-            self.turn += 1
+            self._next_turn(len(pager.blocks))
         interior = block.interior
         if interior is None:
             block.interior = interior = Interior(block)
@@ -403,6 +409,40 @@ class BlockMode:
         if self.captures is not None:
             return self.captures.enter(run)
         return run
+
+    def _next_turn(self, count: int) -> None:
+        """A pass begins: say so if more recordings have been made in the one before."""
+        self.turn += 1
+        captures = self.captures
+        if captures is None or captures.recordings == self._count:
+            return
+        self._count = captures.recordings
+        self.tell(
+            f"capture: {captures.replayed(self.turn - 1)} of {count} blocks replay, from "
+            f"{captures.recordings} recordings for {captures.shapes} forms of inputs, which hold "
+            f"{format_bytes(captures.pool_bytes())}"
+        )
+
+    def report(self) -> dict[str, Any]:
+        """Return what became of capturing, as plain data.
+
+        Returns:
+            ``blocks`` (how many replayed in the latest pass), ``replays`` (forward, so far), ``recordings``,
+            ``shapes`` (forms of inputs that are recorded), ``bytes`` (that recordings hold) and ``fallbacks``
+            (reason -> names of the blocks whose latest run was not a replay for it).
+        """
+        fallbacks: dict[str, list[str]] = {}
+        for name, reason in self.reasons.items():
+            fallbacks.setdefault(reason, []).append(name)
+        captures = self.captures
+        return {
+            "blocks": 0 if captures is None else captures.replayed(self.turn),
+            "replays": 0 if captures is None else sum(captures.replays.values()),
+            "recordings": 0 if captures is None else captures.recordings,
+            "shapes": 0 if captures is None else captures.shapes,
+            "bytes": 0 if captures is None else captures.pool_bytes(),
+            "fallbacks": fallbacks,
+        }
 
     def _refuse(self, block: PagedBlock, interior: Interior, reason: str) -> None:
         interior.probed = False

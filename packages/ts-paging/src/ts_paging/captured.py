@@ -12,9 +12,8 @@ done so there too. What cannot be recorded runs eagerly, and `BlockMode.reasons`
 from __future__ import annotations
 
 import contextlib
-import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,9 +25,6 @@ from .calls import Call
 from .fixed import Fixed, Pack, copy_all
 from .recording import CannotRecord, Recorder, Recording, recorder_for
 from .rng import RandomState, as_it_was
-
-if TYPE_CHECKING:
-    from torch.autograd.graph import GradientEdge
 
 __all__ = ["Captures"]
 
@@ -52,7 +48,7 @@ class _Trial(Run):
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.nbytes():
-                saved.setdefault(storage.data_ptr(), _bytes_of(tensor))
+                saved.setdefault(storage.data_ptr(), _bytes_at(storage))
             return tensor if tensor.grad_fn is None else tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -88,12 +84,11 @@ class _Captured:
         flat: The outputs of a run, flat; tensors among them stand for their places.
         spec: How they belong together.
         places: Indices of outputs that need a gradient.
-        saved: The bytes that forward leaves for backward; empty if backward computes them again.
-        outputs: The outputs of the recorded run, with their graph, if it is kept.
-        edges: Where the gradients of that graph arrive.
+        saved: The bytes that forward leaves for backward, there until the next replay of anything; empty if
+            backward computes them again.
         shared: Several blocks use it.
         verified: Names of the blocks that it was compared with.
-        user: The run that its saved bytes belong to, where they are not copied out.
+        addresses: Of the weights that it works on, if these are not in a slot.
     """
 
     forward: Recording
@@ -105,10 +100,7 @@ class _Captured:
     def __init__(self, memory: _Memory, shared: bool) -> None:
         self.memory, self.shared = memory, shared
         self.saved: list[Tensor] = []
-        self.outputs: list[Tensor] = []
-        self.edges: list[GradientEdge] = []
         self.verified: set[str] = set()
-        self.user: weakref.ref[CapturedRun] | None = None
         self.addresses: list[int] = []
 
     def load(self, run: Run, leaves: Sequence[Tensor], turn: int) -> None:
@@ -123,11 +115,6 @@ class _Captured:
             own = _carried(run.block, run)
             pairs += [f.pair(t) for f, t in zip(self.memory.carried, own, strict=True)]
         copy_all(pairs)
-
-    def busy(self) -> bool:
-        """Whether what it saved is still needed by an earlier run."""
-        user = None if self.user is None else self.user()
-        return user is not None and not user._spent
 
 
 class CapturedRun(Run):
@@ -152,9 +139,8 @@ class CapturedRun(Run):
         self.call.leaves = leaves
         self._versions = [_version(leaf) for leaf in leaves]
         device = block.pager.device
-        if self.policy == "recompute":
-            self._random, self._buffers = RandomState(device), []
-            self._cast = _autocast_now(device.type)
+        self._random, self._buffers = RandomState(device), []
+        self._cast = _autocast_now(device.type)
         block.runs += 1
         captured.load(self, leaves, self.turn)
         captured.forward.replay()
@@ -162,10 +148,7 @@ class CapturedRun(Run):
         taken = iter(captured.memory.outputs.taken())
         self.flat = [next(taken) if isinstance(each, Tensor) else each for each in captured.flat]
         self.spec, self.places = captured.spec, captured.places
-        if captured.saved and captured.shared:
-            self._copies = self._put_away()
-        elif captured.saved:
-            captured.user = weakref.ref(self)
+        self._copies = self._put_away() if captured.saved else []
         self._parked = block.pager.activations.latest()
         return tuple([self.flat[index] for index in self.places])
 
@@ -191,19 +174,20 @@ class CapturedRun(Run):
         super().ready()
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay backward; eagerly where a gradient has another form than in the recording."""
-        captured = self.captured
-        again = self.policy == "recompute"
+        """Replay backward; where a gradient has another form than in the recording, run eagerly again."""
+        captured, policy = self.captured, self.policy
         pairs = list(zip(captured.memory.given, grads, strict=True))
-        fits = all(grad is not None and fixed.fits(grad) for fixed, grad in pairs)
-        if again and not fits:
-            return super().gradients(grads)
+        if not all(grad is not None and fixed.fits(grad) for fixed, grad in pairs):
+            self.policy = "recompute"
+            try:
+                return super().gradients(grads)
+            finally:
+                self.policy = policy
         captured.load(self, self.call.leaves, self.turn)
-        self._bring_back()
-        if not fits:
-            return self._through_the_recorded_graph(grads)
+        copies = [each if isinstance(each, Tensor) else each.bring() for each in self._copies]
+        copy_all(list(zip(captured.saved, copies, strict=True)))
         copy_all([fixed.pair(grad) for fixed, grad in pairs if grad is not None])
-        if again:
+        if policy == "recompute":
             self.block.runs += 1
             with as_it_was(self._random, self.block.pager.device):
                 captured.backward.replay()
@@ -211,20 +195,6 @@ class CapturedRun(Run):
             captured.backward.replay()
         assert captured.memory.found is not None
         return captured.memory.found.taken()
-
-    def _bring_back(self) -> None:
-        copies = [each if isinstance(each, Tensor) else each.bring() for each in self._copies]
-        copy_all(list(zip(self.captured.saved, copies, strict=True)) if copies else [])
-
-    def _through_the_recorded_graph(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        captured = self.captured
-        pairs = [(out, grad) for out, grad in zip(captured.outputs, grads, strict=True) if grad is not None]
-        if not pairs:
-            return [None] * len(captured.edges)
-        outs, given = zip(*pairs, strict=True)
-        found = torch.autograd.grad(outs, captured.edges, given, retain_graph=True, allow_unused=True)
-        # Some may lie in memory that the next replay writes.
-        return [None if each is None else each.clone() for each in found]
 
     def free(self) -> None:
         """Also drop the copies."""
@@ -239,6 +209,7 @@ class Captures:
         max_shapes: Forms of inputs that are recorded for one structure; others run eagerly.
         max_bytes: Nothing more is recorded once recordings hold so much; None: no limit.
         replays: Block name -> forward replays so far.
+        generation: How often everything was recorded anew.
     """
 
     def __init__(
@@ -264,6 +235,8 @@ class Captures:
         self._memory: dict[Hashable, _Memory] = {}
         self._forms: dict[Hashable, set[Hashable]] = {}
         self.replays: dict[str, int] = {}
+        self._latest: dict[str, int] = {}  # block name -> the pass in which it was replayed last
+        self.generation = 0
 
     @property
     def recordings(self) -> int:
@@ -275,17 +248,29 @@ class Captures:
         """Different forms of inputs, summed over structures."""
         return sum(map(len, self._forms.values()))
 
+    def replayed(self, turn: int) -> int:
+        """How many blocks were replayed in a pass, and in none after it."""
+        return sum(latest == turn for latest in self._latest.values())
+
+    def forget(self) -> None:
+        """Blocks or slots have changed: what was recorded is not used again."""
+        self._made.clear()
+        self._memory.clear()
+        self._forms.clear()
+        self.generation += 1
+
     def pool_bytes(self) -> int:
         """Bytes that recordings hold: results in between, and the memory at fixed addresses."""
         return self._recorder.pool_bytes() + sum(memory.nbytes() for memory in self._memory.values())
 
     def enter(self, run: Run) -> Run:
         """Return what replays in the place of an eager run, or the eager run."""
-        block, known = run.block, run.interior.known
+        block, interior = run.block, run.interior
+        if interior.generation != self.generation:
+            interior.known, interior.generation = {}, self.generation
+        known = interior.known
         if torch._C._len_torch_dispatch_stack():
             return self._eagerly(run, "a dispatch mode is on")
-        if run.policy == "offload" and not _shared(run):
-            return self._eagerly(run, "its activations leave the device, and its weights do not")
         form = _form(run)
         found = known.get(form)
         if found is None:
@@ -295,14 +280,12 @@ class Captures:
             found = known[form] = self._find(run, form)
         if isinstance(found, str):
             return self._eagerly(run, found)
-        if not found.shared:
-            if found.addresses != _addresses(run):
-                known[form] = _SEEN
-                self._made = {key: made for key, made in self._made.items() if made is not found}
-                return self._eagerly(run, "its weights have moved")
-            if found.saved and found.busy():
-                return self._eagerly(run, "an earlier pass through it has not gone backward yet")
+        if not found.shared and found.addresses != _addresses(run):
+            known[form] = _SEEN
+            self._made = {key: made for key, made in self._made.items() if made is not found}
+            return self._eagerly(run, "its weights have moved")
         self.replays[block.name] = self.replays.get(block.name, 0) + 1
+        self._latest[block.name] = run.mode.turn
         return CapturedRun.of(run, found, run.mode.turn)
 
     def saw(self, run: Run) -> None:
@@ -318,7 +301,7 @@ class Captures:
         block, interior = run.block, run.interior
         shared = _shared(run)
         kind = (interior.structure.key, tuple(block.layout.offsets), tuple(s[3] for s in block._sites), form)
-        key = (kind, id(block.slot) if shared else id(interior))
+        key = (kind, block.slot.address if shared and block.slot is not None else block.name)
         captured = self._made.get(key)
         try:
             if captured is None:
@@ -333,6 +316,8 @@ class Captures:
                 return self._find(run, form)
         except CannotRecord as what:
             return str(what)
+        except torch.OutOfMemoryError:
+            return "there is no room for a recording"
         captured.verified.add(block.name)
         return captured
 
@@ -397,8 +382,7 @@ class Captures:
         assert trial.saved is not None
         known = _known(trial, memory)
         captured.saved = [data for address, data in trial.saved.items() if address not in known]
-        captured.outputs, captured.edges = trial._outputs, trial.edges()
-        captured.forward.keep([*captured.saved, *captured.outputs])
+        captured.forward.keep(captured.saved)
         trial.saved = None
 
     def _record_backward(self, trial: _Trial, captured: _Captured) -> None:
@@ -410,14 +394,11 @@ class Captures:
             if recompute:
                 trial.inner(trial.call.leaves)
             given = [fixed.value for fixed in memory.given]
-            made = torch.autograd.grad(
-                trial._outputs, trial.edges(), given, retain_graph=not recompute, allow_unused=True
-            )
-            found.write(made)
-            if recompute:
-                trial._outputs, trial._node = [], None
+            found.write(torch.autograd.grad(trial._outputs, trial.edges(), given, allow_unused=True))
 
         captured.backward, _ = self._recorder.record(backward)
+        # What forward has saved was not free while this was recorded; from now on its memory is used again.
+        trial._outputs, trial._node = [], None
 
     def _same(self, run: Run, captured: _Captured) -> bool:
         """Compare a replay with the eager run of another block."""
@@ -578,5 +559,8 @@ def _distance(one: Tensor | None, two: Tensor | None) -> float:
     return float((one.double() - two.double()).norm())
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
+def _bytes_at(storage: torch.UntypedStorage) -> Tensor:
+    """Return bytes of a recording's pool without holding them: others of its recordings may use them too."""
+    make: Any = torch._C._construct_storage_from_data_pointer
+    view = make(storage.data_ptr(), storage.device, storage.nbytes())
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(view)

@@ -110,12 +110,22 @@ class Pack:
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy (target, source) pairs in as few launches as there are dtypes."""
-    if len(pairs) == 1:
-        pairs[0][0].copy_(pairs[0][1])
-    elif pairs:
-        targets, sources = zip(*pairs, strict=True)
-        torch._foreach_copy_(targets, sources)
+    """Copy (target, source) pairs of one dimension, in one call for each dtype.
+
+    Bytes are copied as wider words where they come out even.
+    """
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in pairs:
+        if target.dtype is torch.uint8 and not target.numel() % 8:
+            target, source = target.view(torch.int64), source.view(torch.int64)
+        targets, sources = groups.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
+    for targets, sources in groups.values():
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        else:
+            torch._foreach_copy_(targets, sources)
 
 
 def _span(tensor: Tensor) -> int:

@@ -263,8 +263,13 @@ class WeightPager:
         """Modules or slots have changed: what followed what is learned anew."""
         self._next.clear()
         self._last = None
+        self._forget_recordings()
         used = {id(block.slot): block.slot for block in [*self.blocks, *self.edges] if block.slot is not None}
         self.slots = [slot for slot in self.slots if used.pop(id(slot), None) is not None] + [*used.values()]
+
+    def _forget_recordings(self) -> None:
+        if self.block_mode is not None and self.block_mode.captures is not None:
+            self.block_mode.captures.forget()
 
     def detach(self) -> None:
         """Stop paging; the Parameters are ordinary tensors with the true values, where these live.
@@ -284,6 +289,7 @@ class WeightPager:
                     failure = failure or error
                 self.sink.forget(parameter)
         self.blocks, self.edges, self.slots = [], [], []
+        self._forget_recordings()
         self._next.clear()
         self._last = None
         if failure is not None:

@@ -1,7 +1,8 @@
 """Recording work once and running it again without its Python: CUDA graphs, and their stand-in on the CPU.
 
 A recording repeats what was computed on the same addresses: it reads what is there now and writes its results
-where they were. Nothing of what it computes in between lasts, except for tensors that were named to `keep`.
+where they were. All recordings of a recorder use the same pool of memory: of what one computes there, nothing
+lasts beyond its replay, but for tensors that were named to `keep`, and these until the next replay of any.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Recording(Protocol):
         ...
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Name results whose values are needed after a replay: their memory is used for nothing else."""
+        """Name results that are read between its replay and the next one of any recording."""
         ...
 
 
@@ -58,13 +59,12 @@ class Recorder(Protocol):
 class _CudaRecording:
     def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
         self._graph = graph
-        self._kept: list[Tensor] = []
 
     def replay(self) -> None:
         self._graph.replay()
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        self._kept += tensors
+        pass  # memory of the pool is written by replays only
 
 
 class CudaRecorder:

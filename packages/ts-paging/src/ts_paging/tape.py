@@ -1,12 +1,14 @@
 """A stand-in for CUDA graphs on the CPU: the operations of a piece of work, run again on the same memory.
 
 No Python of the work runs again: only the list of operations, each with the tensors that it had, and each
-writing its result where that was. As with a graph, results in between do not last: they are spoilt after each
-replay, so that whatever relies on one is found out.
+writing its result where that was. As with graphs that share a pool, results in between do not last: they are
+spoilt after each replay, also those that other recordings have kept, so that whatever relies on one is found
+out.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -78,27 +80,28 @@ class _Tape(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _TapeRecording:
-    def __init__(self, tape: _Tape) -> None:
+    def __init__(self, recorder: TapeRecorder, tape: _Tape) -> None:
+        self._recorder = recorder
         self._steps, self._made = tape.steps, tape.made
-        self._kept: list[Tensor] = []
+        self._kept: set[int] = set()
 
     def replay(self) -> None:
         with torch.no_grad(), torch._C._DisableAutocast():
             for step in self._steps:
                 step.run()
-            self._spoil()
+            self._recorder.spoil(self)
 
     def keep(self, tensors: Sequence[Tensor]) -> None:
-        for tensor in tensors:
-            self._kept.append(tensor)
-            self._made.pop(tensor.untyped_storage().data_ptr(), None)
+        self._kept.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
-    def _spoil(self) -> None:
-        for tensor in self._made.values():
-            torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_SPOILT)
+    def spoil(self, mine: bool) -> None:
+        """Spoil what does not outlast a replay of this recording, or what does not outlast one of another."""
+        for address, tensor in self._made.items():
+            if (address in self._kept) != mine:
+                torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_SPOILT)
 
     def nbytes(self) -> int:
-        return sum(tensor.untyped_storage().nbytes() for tensor in (*self._made.values(), *self._kept))
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._made.values())
 
 
 class TapeRecorder:
@@ -106,7 +109,7 @@ class TapeRecorder:
 
     def __init__(self) -> None:
         """Nothing is recorded yet."""
-        self._recordings: list[_TapeRecording] = []
+        self._recordings: list[weakref.ref[_TapeRecording]] = []
 
     def warm_up(self, run: Callable[[], _Result]) -> _Result:
         """Run work."""
@@ -119,12 +122,26 @@ class TapeRecorder:
             CannotRecord: An operation reads values on the host, or works on a tensor of another class.
         """
         tape = _Tape()
-        with tape:
-            result = run()
-        recording = _TapeRecording(tape)
-        self._recordings.append(recording)
+        try:
+            with tape:
+                result = run()
+        except RuntimeError as error:
+            raise CannotRecord(str(error).strip().splitlines()[0]) from error
+        recording = _TapeRecording(self, tape)
+        self._recordings.append(weakref.ref(recording))
+        self.spoil(recording)
         return recording, result
+
+    def spoil(self, replayed: _TapeRecording) -> None:
+        """Do to memory what a pool does that recordings share."""
+        for recording in self._alive():
+            recording.spoil(mine=recording is replayed)
+
+    def _alive(self) -> list[_TapeRecording]:
+        alive = [recording for reference in self._recordings if (recording := reference()) is not None]
+        self._recordings = list(map(weakref.ref, alive))
+        return alive
 
     def pool_bytes(self) -> int:
         """Return the bytes of all results, in between and kept; no memory is used twice here."""
-        return sum(recording.nbytes() for recording in self._recordings)
+        return sum(recording.nbytes() for recording in self._alive())

@@ -35,7 +35,7 @@ _NUMBERS = frozenset(
     {"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "block_index", "block_id"}
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_DEPTH = 4  # of containers in containers that are looked into
+_DEPTH = 6  # of containers in containers that are looked into
 _is_not: Callable[[Any, Any], bool] = operator.is_not
 
 
@@ -52,6 +52,7 @@ class Structure:
         self._lists: list[tuple[Any, list[Any]]] = []
         self._hooks: list[tuple[str, dict[int, Any]]] = []
         self._seen: set[int] = set()
+        self._names = {id(inner): name for name, inner in module.named_modules(remove_duplicate=False)}
         entries: list[Hashable] = []
         for name, inner in module.named_modules(remove_duplicate=False):
             state = vars(inner)
@@ -83,16 +84,27 @@ class Structure:
         if isinstance(value, StandIn):
             return StandIn
         if isinstance(value, types.MethodType):
-            return "method", id(value.__func__), value.__self__ is owner
+            return "method", id(value.__func__), self._describe(value.__self__, owner, name, depth - 1)
+        if id(value) in self._names:
+            return "module", self._names[id(value)]
+        inner: tuple[Any, ...] | None = None
         if isinstance(value, functools.partial):
             inner = (value.func, *value.args, *value.keywords.items())
-            return "partial", *[self._describe(each, owner, name, depth - 1) for each in inner]
-        if depth and isinstance(value, (list, tuple, set, frozenset)):
+        elif depth > 0 and isinstance(value, types.FunctionType) and value.__closure__:
+            inner = (value.__code__, *[_content(cell) for cell in value.__closure__])
+        elif depth > 0 and callable(value) and type(getattr(value, "__dict__", None)) is dict:
+            # What stands in the place of a method, and knows its module.
+            if not isinstance(value, (nn.Module, Tensor, type, types.FunctionType)):
+                self._watch(vars(value))
+                inner = (type(value), *vars(value).items())
+        if inner is not None:
+            return "callable", *[self._describe(each, owner, name, depth - 1) for each in inner]
+        if depth > 0 and isinstance(value, (list, tuple, set, frozenset)):
             if isinstance(value, list):
                 self._lists.append((value, list(value)))
             each = [self._describe(one, owner, name, depth - 1) for one in value]
             return type(value), *(sorted(each, key=repr) if isinstance(value, (set, frozenset)) else each)
-        if depth and isinstance(value, dict):
+        if depth > 0 and isinstance(value, dict):
             self._watch(value)
             return type(value), *[(k, self._describe(v, owner, name, depth - 1)) for k, v in value.items()]
         attributes = getattr(value, "__dict__", None)
@@ -113,6 +125,13 @@ class Structure:
     def hooked(self) -> str | None:
         """Return the name of a module inside that has hooks of others (empty: the block itself), or None."""
         return next((name for name, hooks in self._hooks if hooks), None)
+
+
+def _content(cell: types.CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # not filled yet
+        return None
 
 
 def _form(tensor: Any) -> Hashable:

@@ -70,7 +70,7 @@ def check(kind, sequence, policy, slots, captured, device, steps=STEPS, shapes=(
 def some(rows):
     """A few rows of a product, every value in them, unless all of it is wanted."""
     rows = list(rows)
-    return rows if NIGHTLY else rows[:: max(len(rows) // 9, 1)]
+    return rows if NIGHTLY else [rows[index * 31 % len(rows)] for index in range(9)]
 
 
 GRID = list(itertools.product(KINDS, ORDERS, POLICIES, [1, 2, 3]))

@@ -92,11 +92,10 @@ class Structure:
             inner = (value.func, *value.args, *value.keywords.items())
         elif depth > 0 and isinstance(value, types.FunctionType) and value.__closure__:
             inner = (value.__code__, *[_content(cell) for cell in value.__closure__])
-        elif depth > 0 and callable(value) and type(getattr(value, "__dict__", None)) is dict:
+        elif depth > 0 and callable(value) and _is_object(value):
             # What stands in the place of a method, and knows its module.
-            if not isinstance(value, (nn.Module, Tensor, type, types.FunctionType)):
-                self._watch(vars(value))
-                inner = (type(value), *vars(value).items())
+            self._watch(vars(value))
+            inner = (type(value), *vars(value).items())
         if inner is not None:
             return "callable", *[self._describe(each, owner, name, depth - 1) for each in inner]
         if depth > 0 and isinstance(value, (list, tuple, set, frozenset)):
@@ -107,9 +106,8 @@ class Structure:
         if depth > 0 and isinstance(value, dict):
             self._watch(value)
             return type(value), *[(k, self._describe(v, owner, name, depth - 1)) for k, v in value.items()]
-        attributes = getattr(value, "__dict__", None)
-        if type(attributes) is dict and not isinstance(value, (nn.Module, Tensor, type, types.FunctionType)):
-            self._watch(attributes)  # a configuration that the modules share
+        if _is_object(value):
+            self._watch(vars(value))  # a configuration that the modules share
         return "object", id(value)
 
     def holds(self) -> bool:
@@ -125,6 +123,12 @@ class Structure:
     def hooked(self) -> str | None:
         """Return the name of a module inside that has hooks of others (empty: the block itself), or None."""
         return next((name for name, hooks in self._hooks if hooks), None)
+
+
+def _is_object(value: Any) -> bool:
+    """Whether a value has attributes of its own that can change."""
+    others = (nn.Module, Tensor, type, types.FunctionType)
+    return type(getattr(value, "__dict__", None)) is dict and not isinstance(value, others)
 
 
 def _content(cell: types.CellType) -> Any:

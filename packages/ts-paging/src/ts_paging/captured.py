@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from .block import PagedBlock, _version, written_between
-from .blockmode import Run, _autocast_now
+from .blockmode import Interior, Run, _autocast_now
 from .calls import Call
 from .fixed import Fixed, Pack, copy_all
 from .recording import CannotRecord, Recorder, Recording, recorder_for
@@ -266,9 +266,7 @@ class Captures:
     def enter(self, run: Run) -> Run:
         """Return what replays in the place of an eager run, or the eager run."""
         block, interior = run.block, run.interior
-        if interior.generation != self.generation:
-            interior.known, interior.generation = {}, self.generation
-        known = interior.known
+        known = self._known(interior)
         if torch._C._len_torch_dispatch_stack():
             return self._eagerly(run, "a dispatch mode is on")
         form = _form(run)
@@ -290,7 +288,12 @@ class Captures:
 
     def saw(self, run: Run) -> None:
         """Note the form of a run in graph mode: the next one of this form is recorded."""
-        run.interior.known.setdefault(_form(run), _SEEN)
+        self._known(run.interior).setdefault(_form(run), _SEEN)
+
+    def _known(self, interior: Interior) -> dict[Any, Any]:
+        if interior.generation != self.generation:
+            interior.known, interior.generation = {}, self.generation
+        return interior.known
 
     def _eagerly(self, run: Run, reason: str) -> Run:
         run.mode.note(run.block, reason, "block mode, not captured")

@@ -109,11 +109,10 @@ class CudaRecorder:
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = run()
+                    graph.capture_end()
                 except BaseException:
-                    with contextlib.suppress(RuntimeError):
-                        graph.capture_end()
+                    self._give_up(graph)
                     raise
-                graph.capture_end()
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
@@ -122,6 +121,19 @@ class CudaRecorder:
             if collects:
                 gc.enable()
         return _CudaRecording(graph), result
+
+    def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
+        """End a recording that has failed.
+
+        Ending it fails too, before PyTorch's allocator hears of it: as long as that waits for the end, memory
+        that several streams have used does not come back.
+        """
+        with contextlib.suppress(RuntimeError):
+            graph.capture_end()
+        end: Any = torch._C._cuda_endAllocateToPool
+        index = torch.cuda.current_device() if self._device.index is None else self._device.index
+        with contextlib.suppress(RuntimeError):
+            end(index, self._pool)
 
     def pool_bytes(self) -> int:
         """Return the bytes of the pool's segments."""

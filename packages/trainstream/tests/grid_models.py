@@ -102,7 +102,7 @@ def lora(model, **changes):
 
 
 def llama(**changes):
-    return tiny_llama(num_hidden_layers=LAYERS, attn_implementation="eager", **changes)
+    return tiny_llama(**{"num_hidden_layers": LAYERS, "attn_implementation": "eager", **changes})
 
 
 BUILD = {
@@ -318,9 +318,9 @@ def values(model):
     return found
 
 
-def train(model, optimizer, sequence, device="cpu", count=3, shapes=((2, 9),)):
+def train(model, optimizer, sequence, device="cpu", count=3, shapes=((2, 9),), first=0):
     losses, gradients = [], []
-    for step in range(count):
+    for step in range(first, first + count):
         optimizer.zero_grad()
         torch.manual_seed(step)
         ids = batch(step, device, shapes[step % len(shapes)])

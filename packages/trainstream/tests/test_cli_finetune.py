@@ -437,7 +437,7 @@ def test_a_resumed_run_checks_data_and_model(place, tmp_path):
         (["model=texts/text0.txt"], "text0.txt"),
         (["resume=nowhere"], "no such folder"),
         (["resume=texts"], "no complete checkpoint"),
-        (["wrap.capture=true"], "capture"),
+        (["wrap.lossless=true"], "lossless"),
         (["wrap.optimzer_mode=cpu"], "optimizer_mode"),
         (["wrap.lr=1"], "learning_rate"),
         (["--ram", "much"], "option ram: expected a number of bytes or a size"),

@@ -66,7 +66,7 @@ NOW = {
     "ram_budget": [None, 1 << 30, "4096"],
     "disk_budget": [None, 0, "1TiB"],
     "schedule": ["auto", "microbatch"],
-    "capture": ["auto", False],
+    "capture": ["auto", True, False],
     "lossless": ["auto", False],
 }
 LATER = {
@@ -74,7 +74,6 @@ LATER = {
     "peer": ["2GiB"],
     "distributed": [True],
     "schedule": ["block"],
-    "capture": [True],
     "lossless": [True],
 }
 WRONG = {

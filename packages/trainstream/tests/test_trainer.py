@@ -492,7 +492,7 @@ def test_paged_weights_train_alike_and_resume_in_another_placement(tmp_path):
         ({"lr": 1e-3}, "learning_rate"),
         ({"max_grad_norm": 1.0}, "max_grad_norm"),
         ({"accumulation_steps": 2}, "gradient_accumulation_steps"),
-        ({"capture": True}, "capture"),
+        ({"lossless": True}, "lossless"),
         ({"optimizer_mod": "cpu"}, "optimizer_mode"),
     ],
 )

@@ -171,7 +171,7 @@ class WrapOptions:
             ("kernels", (*tri, None), None),
             ("fused_lora", (*tri, None), None),
             ("schedule", ("auto", "block", "microbatch"), ("auto", "microbatch")),
-            ("capture", tri, ("auto", False)),
+            ("capture", tri, None),
             ("lossless", tri, ("auto", False)),
             ("distributed", (None, True, False), None),
         ):
@@ -304,7 +304,12 @@ class WrapOptions:
             ("activation_offload", "saved activations stay on the device"),
             ("param_offload", "weights stay on the device, which has room for them"),
             ("recompute", "no block recomputes"),
-            ("capture", "blocks run eagerly"),
+            (
+                "capture",
+                "blocks run eagerly"
+                if on_cpu
+                else "off: captured blocks have not been proven on a GPU yet; capture=True turns them on",
+            ),
         ):
             measured = adapts and name in ("activation_offload", "param_offload", "recompute")
             if getattr(self, name) == "auto" and not measured:

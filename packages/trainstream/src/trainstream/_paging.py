@@ -19,6 +19,8 @@ from ts_core.errors import DoesNotFitError, OptionError
 from ts_core.memory import format_bytes
 from ts_core.planner import Layout
 from ts_paging.activations import ActivationStore, FileActivations, HostActivations
+from ts_paging.blockmode import BlockMode
+from ts_paging.captured import Captures
 from ts_paging.files import FileTensors, locate
 from ts_paging.pager import WeightPager
 from ts_quant import QuantizedTensor
@@ -26,6 +28,7 @@ from ts_quant import QuantizedTensor
 __all__ = ["Asked", "Tiers", "asked", "start_paging"]
 
 _AHEAD = 1 << 30
+_SHARE_OF_RECORDINGS = 4  # of the device's budget, the inverse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -276,4 +279,8 @@ def start_paging(
         for index, unit in enumerate(inventory.blocks)
     ]
     pager.attach(blocks, *hooked_edges(inventory, paged))
+    if options.capture is True:
+        # What recordings hold is measured with the first steps, before anything returns to the device.
+        limit = max(room, 0) // _SHARE_OF_RECORDINGS or None
+        pager.block_mode = BlockMode(Captures(tiers.device, max_bytes=limit))
     return pager

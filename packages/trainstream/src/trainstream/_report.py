@@ -35,6 +35,9 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
           ``fused``, ``variant``, why not in ``reason``, how far it is from the module's own code), and
           ``attention``: the backend that comes ``first`` (None: torch's own order) and the seconds measured.
         - ``experts``: ``copied``, expert copies made so far (0: experts are not paged).
+        - ``captured``: with ``capture=True``, ``blocks`` (how many replayed in the latest pass), ``replays``,
+          ``recordings``, ``shapes``, ``bytes`` (that recordings hold) and ``fallbacks`` (reason -> names of
+          blocks that did not replay for it); else an empty dictionary.
         - ``tiers``: bytes now in ``device`` (the slots of paged blocks included), ``peer``, ``host`` and
           ``disk``. On a CPU run ``device`` is the RAM that holds weights, buffers and gradients, ``host`` the
           RAM that holds optimizer state.
@@ -56,6 +59,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         raise StateError("memory_report(model): expected a wrapped model; call trainstream.wrap(model) first")
     stats = session.optimizer.stats() if hasattr(session.optimizer, "stats") else {}  # type: ignore[union-attr]
     parameters = list(model.parameters())
+    mode = None if session.pager is None else session.pager.block_mode
     return {
         "events": list(session.events.events),
         "params": {
@@ -67,6 +71,7 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
         "plan": {**session.plan.to_dict(), "history": [dict(entry) for entry in session.history]},
         "kernels": {} if session.kernels is None else session.kernels.report(),
         "experts": {"copied": 0},
+        "captured": mode.report() if mode is not None else {},
         "tiers": tier_bytes(session),
         "moved": moved_bytes(session, stats),
         "times": {key: value for key, value in stats.items() if key.endswith("_s")},

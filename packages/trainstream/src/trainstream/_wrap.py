@@ -123,7 +123,7 @@ def wrap(
         undo.append(kernels.undo)
         groups = block_map(model, checked.blocks)
         inventory = Inventory(model, groups, blocks)  # of what is there now: the session holds no other
-        if decided.hooked or paged:
+        if decided.hooked or paged or (checked.capture is True and blocks):
             room = bounds.budgets.device
             pager = start_paging(inventory, want, decided.layout, paged, tiers, checked, room)
             undo.append(pager.detach)
@@ -167,6 +167,8 @@ def wrap(
     session.adopt(Places(inventory, decided, want, bounds, checked, tiers))
     if pager is not None:
         pager.when_short = partial(session.events.add, _SHORT)
+        if pager.block_mode is not None:
+            pager.block_mode.tell = session.events.add
     if isinstance(adopted, OffloadAdamW):
         unsettled += _configure(session, adopted, given=adopted is optimizer)
     session.undo += renamed

@@ -23,12 +23,14 @@ from ts_core.errors import StateError
 from ts_core.guard import GuardedParameter, guard, guard_of, release
 
 from .activations import park_hook
+from .buffers import HeldBuffer, as_they_were
 from .files import locate
 from .seats import Seat
 from .slots import Slot, SlotLayout, own_view
 from .stand_in import StandIn
 
 if TYPE_CHECKING:
+    from .blockmode import Interior
     from .pager import WeightPager
 
 __all__ = ["PagedBlock"]
@@ -136,6 +138,7 @@ class PagedBlock:
         runs: How often the original forward ran; 2 per step when it recomputes.
         fills: How often its weights were brought into the slot.
         left: It was detached: only graphs from before use it.
+        interior: What block mode knows about it, once it has looked.
         before: Methods that others had put on the module before, by name.
     """
 
@@ -167,6 +170,7 @@ class PagedBlock:
         self._original: Callable[..., Any] = module.forward
         self.before: dict[str, Any] = {}
         self._stand_ins: dict[str, StandIn] = {}
+        self.interior: Interior | None = None
 
     def attach(self, slot: Slot | None, follows: PagedBlock | None = None) -> None:
         """Take a slot and replace ``forward``; ``.to()`` and the like leave paged Parameters alone.
@@ -377,6 +381,21 @@ class PagedBlock:
             self.runs += 1
             with self._bound(self.views):
                 return function(*args, **kwargs)
+        policy = self.pager.policy_of(self)
+        mode = self.pager.block_mode
+        if mode is None or function is not self._original or self in self.pager.edges:
+            return self._in_graph_mode(function, args, kwargs, policy, trained)
+        run = mode.enter(self, function, args, kwargs, policy)
+        if run is not None:
+            return run.outer()
+        with mode.watched(self, args, kwargs) as came:
+            output = self._in_graph_mode(function, args, kwargs, policy, trained)
+            came(output)
+        return output
+
+    def _in_graph_mode(
+        self, function: Callable[..., Any], args: Any, kwargs: Any, policy: str, trained: tuple[int, ...]
+    ) -> Any:
         if len(trained) == len(self.views) > 0:
             leaves = list(_bind(self, trained, self._anchor))
         else:
@@ -384,7 +403,6 @@ class PagedBlock:
         if 0 < len(trained) < len(self.views):
             for index, leaf in zip(trained, _bind(self, trained, self._anchor), strict=True):
                 leaves[index] = leaf
-        policy = self.pager.policy_of(self)
         if policy == "recompute" and not self._cached(args, kwargs):
             output = self._recomputed(function, leaves, args, kwargs)
         else:
@@ -439,12 +457,12 @@ class PagedBlock:
             # A key-value cache has the first run's keys and values already.
             args = tuple(caches.get(id(value), value) for value in args)
             kwargs = {key: caches.get(id(value), value) for key, value in kwargs.items()}
-            with self._bound(leaves), _as_they_were(buffers):
+            with self._bound(leaves), as_they_were(buffers):
                 return function(*args, **kwargs)
 
         return checkpoint(body, *args, use_reentrant=False, **kwargs)
 
-    def _buffers_now(self) -> list[_Buffer]:
+    def _buffers_now(self) -> list[HeldBuffer]:
         """Copy the module's buffers: a second run starts from the same ones, and its writes are dropped."""
         found = []
         for place, key in self._buffers:
@@ -454,7 +472,7 @@ class PagedBlock:
                 found.append((place, key, buffer, buffer.clone() if small else None, _version(buffer)))
         return found
 
-    def _expect_constant(self, buffers: list[_Buffer]) -> None:
+    def _expect_constant(self, buffers: list[HeldBuffer]) -> None:
         for place, key, buffer, copied, version in buffers:
             if copied is None and (place.get(key) is not buffer or _version(buffer) != version):
                 nbytes = buffer.numel() * buffer.element_size()
@@ -563,23 +581,6 @@ def _lies_in(tensor: Any, start: int, end: int) -> bool:
 
 def _version(tensor: Tensor) -> int:
     return -1 if tensor.is_inference() else tensor._version
-
-
-_Buffer = tuple[dict[str, Tensor | None], str, Tensor, Tensor | None, int]
-
-
-@contextlib.contextmanager
-def _as_they_were(buffers: list[_Buffer]) -> Iterator[None]:
-    """Put copies of copies of buffers in their places: the run may come again."""
-    small = [(place, key, copied) for place, key, _, copied, _ in buffers if copied is not None]
-    now = [place.get(key) for place, key, _ in small]
-    for place, key, copied in small:
-        place[key] = copied.clone()
-    try:
-        yield
-    finally:
-        for (place, key, _), value in zip(small, now, strict=True):
-            place[key] = value
 
 
 def _is_cache(value: Any) -> bool:

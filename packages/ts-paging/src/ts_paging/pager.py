@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import time
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,9 @@ from .seats import Seat
 from .sink import GradientSink, HostMemory
 from .slots import Slot
 from .turns import Turns
+
+if TYPE_CHECKING:
+    from .blockmode import BlockMode
 
 __all__ = ["WeightPager"]
 
@@ -67,6 +70,7 @@ class WeightPager:
         activations: Takes saved tensors of blocks whose policy is ``offload``.
         min_offload_bytes: Smaller saved tensors stay.
         governor: Decides about saved activations pass by pass; None leaves each block's policy as it is.
+        block_mode: Runs blocks as one node of the graph each where that is right; None: in graph mode.
         slot_count: Slots that `attach` makes for the stack, at most.
         host_bytes: Bytes of weights copied from host memory to slots so far, as stored.
         disk_bytes: Bytes of weights read from files to slots so far, as stored.
@@ -109,6 +113,7 @@ class WeightPager:
         self.pages = pages
         self.waits = waits
         self.governor: Governor | None = None
+        self.block_mode: BlockMode | None = None
         self.turns = Turns()
         self.short = False
         self.when_short: Callable[[], object] = lambda: None
@@ -258,8 +263,13 @@ class WeightPager:
         """Modules or slots have changed: what followed what is learned anew."""
         self._next.clear()
         self._last = None
+        self._forget_recordings()
         used = {id(block.slot): block.slot for block in [*self.blocks, *self.edges] if block.slot is not None}
         self.slots = [slot for slot in self.slots if used.pop(id(slot), None) is not None] + [*used.values()]
+
+    def _forget_recordings(self) -> None:
+        if self.block_mode is not None and self.block_mode.captures is not None:
+            self.block_mode.captures.forget()
 
     def detach(self) -> None:
         """Stop paging; the Parameters are ordinary tensors with the true values, where these live.
@@ -279,6 +289,7 @@ class WeightPager:
                     failure = failure or error
                 self.sink.forget(parameter)
         self.blocks, self.edges, self.slots = [], [], []
+        self._forget_recordings()
         self._next.clear()
         self._last = None
         if failure is not None:

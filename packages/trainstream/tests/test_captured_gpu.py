@@ -1,0 +1,136 @@
+"""Captured blocks with real CUDA graphs: how few launches a block takes, and what recordings hold."""
+
+import pytest
+import torch
+from grid_models import adamw, batch, build, compare, llama, lora, one, paging, resident, train
+from test_block_mode import mode_of
+from test_grid import POLICIES
+
+from ts_paging.pinned import PinnedAllocator
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
+    pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning"),
+]
+LAUNCHES = ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch", "cudaMemcpyAsync", "cudaMemsetAsync")
+MOST = 12
+
+
+def launches(run):
+    """Count what the host hands to the GPU while `run` runs, but for copies from and to the host."""
+    torch.cuda.synchronize()
+    kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=kinds) as profile:
+        run()
+        torch.cuda.synchronize()
+    names = [event.name for event in profile.events()]
+    graphs = sum(name.startswith("cudaGraphLaunch") for name in names)
+    away = sum(name.startswith(("Memcpy HtoD", "Memcpy DtoH")) for name in names)
+    return sum(name.startswith(LAUNCHES) for name in names) - away, graphs
+
+
+def layered(kind, layers):
+    """Make a model of so many blocks."""
+    torch.manual_seed(0)
+    if kind == "lora":
+        return lora(llama(num_hidden_layers=layers).bfloat16()).train()
+    return llama(num_hidden_layers=layers, tie_word_embeddings=True, attention_dropout=0.1).train()
+
+
+def forward_and_backward(kind, policy, layers):
+    """Return (launches, graph launches) of a pass whose blocks all replay, weights in a slot each."""
+    model = layered(kind, layers)
+    with paging(model, "host", policy, layers, "cuda") as pager:
+        mode = mode_of(pager, True)
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], lr=0.0)
+        train(model, optimizer, one, "cuda", 4)
+        optimizer.zero_grad()
+        ids = batch(0, "cuda")
+        found = launches(lambda: one(model, ids))
+        assert mode.reasons == {}
+        assert len(mode.captures.replays) == layers
+        return found
+
+
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("kind", ["lora", "llama_tied"])
+def test_a_block_takes_few_launches(kind, policy):
+    """More blocks, all else the same: what each of them adds."""
+    few, few_graphs = forward_and_backward(kind, policy, 2)
+    many, many_graphs = forward_and_backward(kind, policy, 6)
+    assert (many_graphs - few_graphs) == 2 * 4
+    assert (many - few) / 4 <= MOST
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_recordings_hold_as_much_for_many_blocks_as_for_few(policy):
+    """They share a pool; what is added with the slots alone counts."""
+    sizes = []
+    for layers in (4, 8):
+        model = layered("lora", layers)
+        with paging(model, "host", policy, 2, "cuda") as pager:
+            mode = mode_of(pager, True)
+            train(model, adamw(list(model.parameters())), one, "cuda", 3)
+            assert mode.reasons == {}
+            sizes.append(mode.captures.pool_bytes())
+            assert mode.captures.recordings == 3
+    assert sizes[0] == sizes[1] > 0
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+def test_bfloat16_with_dropout_and_copies_under_way_has_the_same_bits(policy, attention):
+    expected = resident("lora", one, "none", "cuda", adamw, count=20)
+    model = build("lora")
+    model.config._attn_implementation = attention
+    if attention == "sdpa":
+        plain = build("lora")
+        plain.config._attn_implementation = attention
+        expected = train(plain.to("cuda"), adamw(list(plain.parameters())), one, "cuda", 20)
+    with paging(model, "host", policy, 2, "cuda", prefetch=1) as pager:
+        mode = mode_of(pager, True)
+        result = train(model, adamw(list(model.parameters())), one, "cuda", 20)
+        assert mode.reasons == {}
+        assert set(mode.captures.replays.values()) == {19}
+    assert result.losses[:1] == expected.losses[:1]
+    if attention == "eager":
+        compare(result, expected)
+
+
+def test_page_locked_memory_can_be_taken_while_a_graph_is_recorded():
+    """Threads that copy are not held up by a recording, nor a recording by them."""
+    from ts_paging.recording import CudaRecorder
+
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    x = torch.ones(1 << 16, device="cuda")
+
+    def run():
+        import threading
+
+        other = threading.Thread(target=lambda: PinnedAllocator().empty(1 << 20).to("cuda"))
+        other.start()
+        y = x * 2
+        other.join()
+        return y
+
+    recorder.warm_up(run)
+    recording, y = recorder.record(run)
+    recording.keep([y])
+    x.fill_(3.0)
+    recording.replay()
+    assert torch.equal(y, torch.full_like(y, 6.0))
+
+
+def test_what_cannot_be_recorded_is_said_and_leaves_the_device_usable():
+    from ts_paging.recording import CannotRecord, CudaRecorder
+
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    x = torch.ones(8, device="cuda")
+    with pytest.raises(CannotRecord):
+        recorder.record(lambda: x.sum().item())
+    assert float(x.sum()) == 8.0
+    recording, y = recorder.record(lambda: x + 1)
+    recording.keep([y])
+    recording.replay()
+    assert float(y.sum()) == 16.0

@@ -1,0 +1,134 @@
+"""Memory at fixed addresses that recordings read and write, and how values get in and out in few copies."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .layout import is_dense
+from .recording import CannotRecord
+from .slots import SlotLayout, own_view
+
+__all__ = ["Fixed", "Pack", "copy_all"]
+
+_ALIGNED = 16  # bytes; kernels choose other code for tensors that start elsewhere
+
+
+class Fixed:
+    """One tensor that a recording reads.
+
+    Attributes:
+        value: What the recorded work computes with; same shape, strides and dtype as what comes in.
+    """
+
+    def __init__(self, like: Tensor) -> None:
+        """Reserve memory for tensors like this one, gaps and repeated elements included.
+
+        Raises:
+            CannotRecord: It starts at an odd address.
+        """
+        if like.data_ptr() % _ALIGNED:
+            raise CannotRecord("a tensor that comes in starts at an odd address")
+        self._span = _span(like)
+        self._flat = torch.empty(self._span, dtype=like.dtype, device=like.device)
+        self.value = own_view(self._flat, 0, like)
+        self._source: tuple[Tensor, int, int] | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return self._flat.nbytes
+
+    def fits(self, tensor: Tensor) -> bool:
+        """Whether a tensor has the same form."""
+        value = self.value
+        return (
+            tensor.shape == value.shape
+            and tensor.stride() == value.stride()
+            and tensor.dtype is value.dtype
+            and tensor.device == value.device
+            and not tensor.data_ptr() % _ALIGNED
+            and type(tensor) is Tensor
+        )
+
+    def pair(self, tensor: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (target, source) of the copy that brings a tensor's value."""
+        return self._flat, tensor.detach().as_strided((self._span,), (1,))
+
+    def stale(self, tensor: Tensor, turn: int) -> bool:
+        """Whether a tensor's value is not what was brought last, in this turn; it is taken to be, then."""
+        now = (tensor, tensor._version, turn)
+        before, self._source = self._source, now
+        return before is None or before[0] is not tensor or before[1:] != now[1:]
+
+    def forget(self) -> None:
+        """What was brought may be anything from now on."""
+        self._source = None
+
+
+class Pack:
+    """Tensors that a recording writes, in one stretch of memory: one copy takes all of them out.
+
+    Attributes:
+        views: Where each is written; None for what there is no value of.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+        """Reserve memory for tensors like these.
+
+        Raises:
+            CannotRecord: One has gaps or repeated elements.
+        """
+        there = [tensor for tensor in tensors if tensor is not None]
+        if not all(is_dense(tensor) for tensor in there):
+            raise CannotRecord("a result has gaps or repeated elements in memory")
+        self._layout = SlotLayout(there)
+        self._like = [None if t is None else torch.empty_like(t, device="meta") for t in tensors]
+        self._buffer = torch.empty(max(self._layout.nbytes, 1), dtype=torch.uint8, device=device)
+        self.views = self._views(self._buffer)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes reserved."""
+        return self._buffer.nbytes
+
+    def _views(self, buffer: Tensor) -> list[Tensor | None]:
+        offsets = iter(self._layout.offsets)
+        return [None if like is None else own_view(buffer, next(offsets), like) for like in self._like]
+
+    def write(self, tensors: Sequence[Tensor | None]) -> None:
+        """Write values; part of what is recorded."""
+        for view, tensor in zip(self.views, tensors, strict=True):
+            if view is not None and tensor is not None:
+                view.copy_(tensor.detach())
+
+    def taken(self) -> list[Tensor | None]:
+        """Return tensors of their own with what was written last."""
+        return self._views(self._buffer.clone())
+
+
+def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Copy (target, source) pairs of one dimension, in one call for each dtype.
+
+    Bytes are copied as wider words where they come out even.
+    """
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for target, source in pairs:
+        if target.dtype is torch.uint8 and not target.numel() % 8:
+            target, source = target.view(torch.int64), source.view(torch.int64)
+        targets, sources = groups.setdefault(target.dtype, ([], []))
+        targets.append(target)
+        sources.append(source)
+    for targets, sources in groups.values():
+        if len(targets) == 1:
+            targets[0].copy_(sources[0])
+        else:
+            torch._foreach_copy_(targets, sources)
+
+
+def _span(tensor: Tensor) -> int:
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))

@@ -1,0 +1,71 @@
+"""Whether what comes into a block is used by that block alone.
+
+If others use it too (a loss on hidden states, a tensor that every block takes), the engine adds up their
+gradients one by one as they arrive. A block that is one node hands over one sum instead, and the total has
+other bits. So the gradients that the block's own operations send are compared with what arrives in all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
+
+__all__ = ["watch_use"]
+
+
+def watch_use(inputs: Sequence[Tensor], outputs: Sequence[Tensor], told: Callable[[bool], object]) -> None:
+    """Look at the backward pass that follows.
+
+    Args:
+        inputs: What came into the block and needs a gradient.
+        outputs: What the block returned, of the graph that its operations are part of.
+        told: Called once for each input, with whether nobody else uses it.
+    """
+    edges = [get_gradient_edge(tensor) for tensor in inputs]
+    parts: dict[tuple[Any, int], list[Tensor]] = {(edge.node, edge.output_nr): [] for edge in edges}
+    ends = {edge.node for edge in edges}
+    todo = [tensor.grad_fn for tensor in outputs if tensor.grad_fn is not None]
+    seen: set[Any] = set(todo) | ends
+    while todo:
+        node = todo.pop()
+        found = [(i, edge) for i, edge in enumerate(node.next_functions) if edge in parts]
+        if found:
+            node.register_hook(_sends([(index, parts[edge]) for index, edge in found]))
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                todo.append(following)
+    for (node, number), each in parts.items():
+        node.register_prehook(_arrives(number, each, told))
+
+
+def _sends(places: list[tuple[int, list[Tensor]]]) -> Callable[[Any, Any], None]:
+    def hook(grad_inputs: Any, grad_outputs: Any) -> None:
+        for index, part in places:
+            if grad_inputs[index] is not None:
+                part.append(grad_inputs[index])
+
+    return hook
+
+
+def _arrives(number: int, parts: list[Tensor], told: Callable[[bool], object]) -> Callable[[Any], None]:
+    def hook(grad_outputs: Any) -> None:
+        total = grad_outputs[number]
+        if total is None:
+            return
+        with torch.no_grad():
+            mine = [*parts]
+            parts.clear()
+            while len(mine) > 1:
+                mine[:2] = [mine[0] + mine[1]]
+            told(bool(mine) and _same(mine[0], total))
+
+    return hook
+
+
+def _same(one: Tensor, two: Tensor) -> bool:
+    return one.shape == two.shape and bool(torch.all((one == two) | ((one != one) & (two != two))))

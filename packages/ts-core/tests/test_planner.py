@@ -78,6 +78,8 @@ def bytes_of(groups, paged, limits, slots, reserve=0, settled=frozenset()):
     files = [i for i in below if i not in kept]
     host += sum(groups[i].paged for i in kept)
     more = around_files(groups, files, cpu=limits.host is None)
+    if limits.host is None:
+        more = min(more, limits.device // 8)
     disk = sum(groups[i].paged for i in files)
     return (device + more, host, disk) if limits.host is None else (device, host + more, disk)
 

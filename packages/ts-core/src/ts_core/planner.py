@@ -329,6 +329,8 @@ def _layout(
     host += sum(g.paged for g, tier in zip(groups, tiers, strict=True) if tier == "host")
     files = [g for g, tier in zip(groups, tiers, strict=True) if tier == "disk"]
     disk, more = sum(g.paged for g in files), _for_files(files, cpu)
+    if cpu:  # where all is RAM, copies are made in no more than an eighth of it
+        more = min(more, max(budgets.device, 0) // 8)
     device, host = (device + more, host) if cpu else (device, host + more)
     return Layout(tuple(tiers), used, device, host, disk, tuple(sorted(settled)))
 

@@ -93,6 +93,20 @@ def test_a_paged_model_multiplies_as_the_resident_one(codec, places, tmp_path):
     assert all(p.matmul_options == Matmul() for p in packed(paged))
 
 
+def test_autocast_over_weights_of_another_dtype_computes_the_same_wherever_they_lie(tmp_path):
+    x, results = torch.randn(3, WIDTH), []
+    for options in (
+        {"param_offload": False},
+        {"param_offload": True, "disk_offload": str(tmp_path)},
+    ):
+        with emulated():
+            model, _ = trainstream.wrap(stack().float(), quantize="fp8_row", device="cpu", **options)
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                results.append(model(x).detach())
+            trainstream.unwrap(model)
+    assert_bit_equal(*results)
+
+
 def test_without_packed_gradients_a_slot_holds_half_of_it(tmp_path):
     with emulated():
         model, _ = trainstream.wrap(

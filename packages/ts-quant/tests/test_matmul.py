@@ -12,7 +12,7 @@ from torch import nn
 from ts_core.errors import DeviceError, OptionError
 from ts_core.registry import SlottedWeight
 from ts_core.testing import assert_bit_equal, devices, make_tensor
-from ts_quant import QuantizedTensor, quantize, set_matmul, verify
+from ts_quant import QuantizedTensor, matmul, quantize, set_matmul, verify
 from ts_quant import _scaled_linear as scaled_linear_module
 from ts_quant._transpose import transpose_bytes
 from ts_quant.matmul import DECODE, Matmul, emulated, how, multiplies
@@ -316,6 +316,32 @@ def test_other_shapes_and_dtypes_are_decoded(codec):
             nn.functional.linear(x.bfloat16(), weight),
             nn.functional.linear(x.bfloat16(), weight.dequantize()),
         )
+
+
+@pytest.mark.parametrize("dtype", [F32, torch.float16])
+def test_a_weight_that_autocast_casts_is_decoded_wherever_it_lies(dtype):
+    weight, x = quantize(make_tensor((32, 64), dtype=dtype), "fp8_row"), make_tensor((3, 64))
+    weight.matmul_options = Matmul(backward=True)
+    with emulated():
+        assert weight.slot_parts(x.device) is None
+        assert weight.input_gradient(make_tensor((3, 32), dtype=BF16)) is None
+        with torch.autocast("cpu", dtype=BF16):
+            got, want = (nn.functional.linear(x, w) for w in (weight, weight.dequantize()))
+    assert got.dtype == BF16
+    assert_bit_equal(got, want)
+
+
+def test_a_bias_of_another_dtype_is_refused_as_pytorch_does():
+    with emulated(), pytest.raises(RuntimeError, match="dtype"):
+        nn.functional.linear(make_tensor((3, 1024), dtype=BF16), weight_of("fp8_row"), make_tensor((512,)))
+
+
+def test_what_was_found_wrong_is_not_compiled(monkeypatch):
+    device = torch.device("cuda", 0)
+    monkeypatch.setattr(matmul, "_should", lambda codec, device: True)
+    monkeypatch.setattr(matmul, "_found", {("fp8_row", 0): "wrong", ("fp8_block", 0): ""})
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert [multiplies(codec, device) for codec in ("fp8_row", "fp8_block", "mxfp8")] == [False, True, True]
 
 
 @pytest.mark.parametrize("codec", CODECS)

@@ -64,6 +64,16 @@ def test_an_input_written_in_place_is_quantized_again(write, quantizations):
     assert len(quantizations) == 3
 
 
+@pytest.mark.parametrize("rows", [4, 7])
+def test_other_memory_behind_an_input_is_quantized(rows, quantizations):
+    weight, x = weight_of("fp8_row", (16, 64)), make_tensor((4, 64), dtype=BF16)
+    other = make_tensor((rows, 64), dtype=BF16, seed=1)
+    with emulated():
+        nn.functional.linear(x, weight)
+        x.data = other
+        assert_bit_equal(nn.functional.linear(x, weight), nn.functional.linear(other, weight))
+
+
 def test_recomputation_quantizes_what_it_made(quantizations):
     weight = weight_of("fp8_row", (64, 64))
 

@@ -136,7 +136,8 @@ class _LoraLinears(torch.autograd.Function):
         low = None if stacked is None else rows @ stacked.t()
         outs, at = [], 0
         for piece, form in zip(pieces, forms, strict=True):
-            weight = piece.weight if form.packing is not None else piece.weight.to(x.dtype)
+            # A packed weight multiplies by itself in the dtype that it presents; autocast may want another.
+            weight = piece.weight if piece.weight.dtype == x.dtype else _plain(piece.weight, x.dtype)
             bias = None if piece.bias is None else piece.bias.to(x.dtype)
             out = torch.nn.functional.linear(rows, weight, bias)
             for (a, b), scaling in zip(piece.factors, form.scalings, strict=True):
@@ -187,17 +188,24 @@ def _backward(
             if needs[2 + place]:
                 results[place] = _scaled_product(grad.t(), low[:, here], scaling).to(b.dtype)
     if back is not None:
-        _gradients_of_a(pieces, back, rows, needs, results)
+        _gradients_of_a(pieces, back, rows, needs, flat, results)
     grad_x = _gradient_of_x(pieces, flat, stacked, back, x) if needs[0] else None
     return (grad_x, None, *results)
 
 
 def _gradients_of_a(
-    pieces: list[_Pieces], back: Tensor, rows: Tensor, needs: tuple[bool, ...], results: list[Tensor | None]
+    pieces: list[_Pieces],
+    back: Tensor,
+    rows: Tensor,
+    needs: tuple[bool, ...],
+    flat: list[Tensor | None],
+    results: list[Tensor | None],
 ) -> None:
-    """One product with the input for all A."""
+    """One product with the input for all A; those of an output that nobody used get none, not zeros."""
     places = [piece.factors_at + 2 * i for piece in pieces for i in range(len(piece.factors))]
-    if not any(needs[2 + place] for place in places):
+    used = [grad is not None for piece, grad in zip(pieces, flat, strict=True) for _ in piece.factors]
+    wanted = [use and needs[2 + place] for use, place in zip(used, places, strict=True)]
+    if not any(wanted):
         return
     ranks = [a.shape[0] for piece in pieces for a, _ in piece.factors]
     dtypes = [a.dtype for piece in pieces for a, _ in piece.factors]
@@ -206,8 +214,8 @@ def _gradients_of_a(
     if len(ranks) == 1:
         results[places[0]] = together.to(dtypes[0])
         return
-    for place, part, dtype in zip(places, torch.split(together, ranks), dtypes, strict=True):
-        if needs[2 + place]:
+    for place, want, part, dtype in zip(places, wanted, torch.split(together, ranks), dtypes, strict=True):
+        if want:
             results[place] = part.to(dtype) if dtype != part.dtype else part.clone()
 
 

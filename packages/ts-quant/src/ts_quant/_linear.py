@@ -129,8 +129,10 @@ def linear(
     elif x.dtype != dtype:
         raise RuntimeError(f"expected input and weight of one dtype, got {x.dtype} and {dtype}")
     layout = (codec, shape, dtype, meta, tuple(packed))
-    chosen = how(codec, shape, x.dtype, x.device, options)
-    if chosen is not None and x.numel() and x.shape[-1] == shape[1]:
+    # A weight that is cast for the product is decoded, as it lies in the slot of a paged block.
+    chosen = how(codec, shape, x.dtype, x.device, options) if x.dtype == dtype else None
+    fits = bias is None or (bias.dtype == x.dtype and bias.shape == shape[:1])
+    if chosen is not None and fits and x.numel() and x.shape[-1] == shape[1]:
         form = Form(chosen[0], shape, chosen[1], chosen[2], options.outliers)
         return scaled_linear(x, bias, packed, form, functools.partial(_decode_packed, layout), given)
     if not torch.is_grad_enabled() or not (x.requires_grad or (bias is not None and bias.requires_grad)):

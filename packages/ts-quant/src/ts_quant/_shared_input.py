@@ -45,7 +45,8 @@ _local = _Local()
 def shared(x: torch.Tensor, what: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return what `make` returns, or what it returned for the same unchanged input.
 
-    A write that autograd cannot see (through `.data`, or by a pointer) is not seen here either.
+    A write that autograd cannot see (through `.data`, by a pointer, by the replay of a CUDA graph) is not seen
+    here either; other memory behind the same tensor is.
 
     Args:
         x: The input that identifies it.
@@ -57,7 +58,7 @@ def shared(x: torch.Tensor, what: tuple[Any, ...], make: Callable[[], Any]) -> A
     """
     if _not_alone(x):
         return make()
-    stamp = (*what, x._version, *_stream(x))
+    stamp = (*what, x._version, x.data_ptr(), x.shape, x.stride(), *_stream(x))
     holder = _local.holder
     entry = holder.entry
     if entry is not None and entry.of() is x and entry.stamp == stamp:
@@ -81,6 +82,7 @@ def _not_alone(x: torch.Tensor) -> bool:
         torch.compiler.is_compiling()
         or type(x) not in (torch.Tensor, torch.nn.Parameter)
         or x.is_inference()
+        or torch._C._functorch.is_functorch_wrapped_tensor(x)
         or bool(torch._C._len_torch_dispatch_stack())
     )
 

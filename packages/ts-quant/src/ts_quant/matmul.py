@@ -2,8 +2,8 @@
 
 A weight in a format that its GPU multiplies is not decoded in `F.linear` for bf16 inputs: the activation is
 quantized in the weight's own format and tensor cores take both. That depends on the weight (codec, shape,
-device) and on the input's dtype alone, never on how many rows the input has: the same model computes the same
-on every batch. Where it does not hold, weights are decoded.
+dtype, device) and on the input's dtype alone, never on how many rows the input has: the same model computes
+the same on every batch. Where it does not hold, weights are decoded.
 """
 
 from __future__ import annotations
@@ -94,7 +94,8 @@ def multiplies(codec: str, device: torch.device) -> bool:
     if device.type != "cuda" or codec not in PRODUCTS:
         return False
     if torch.compiler.is_compiling():
-        return _should(codec, device)
+        # Nothing can be tried out here; what was found wrong before is not used either.
+        return not _found.get((codec, device.index or 0)) and _should(codec, device)
     return not why_not(codec, device)
 
 

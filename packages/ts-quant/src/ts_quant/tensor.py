@@ -239,8 +239,10 @@ class QuantizedTensor(torch.Tensor):
         Returns:
             `(..., columns)` in its dtype; None: multiply by the decoded weight.
         """
+        if grad.dtype != self._dtype or not grad.numel():
+            return None
         chosen = how(self.codec, self._shape, grad.dtype, grad.device, self.matmul_options)
-        if chosen is None or not chosen[2] or not grad.numel():
+        if chosen is None or not chosen[2]:
             return None
         form = Form(chosen[0], self._shape, chosen[1], True, self.matmul_options.outliers)
         with torch.no_grad():

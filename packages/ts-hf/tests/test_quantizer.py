@@ -86,3 +86,16 @@ def test_the_config_goes_through_json():
     config = TrainStreamConfig("int8", 32)
     again = TrainStreamConfig.from_dict(config.to_dict())
     assert again.to_dict() == config.to_dict()
+
+
+def test_auto_packs_under_a_budget_of_ram(tmp_path, monkeypatch):
+    model = tiny_model()
+    model.save_pretrained(tmp_path)
+    size = sum(p.numel() * p.itemsize for p in model.parameters())
+    monkeypatch.setenv("TRAINSTREAM_RAM", str(int(size * 0.9)))
+    ours = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TrainStreamConfig("auto", quant_block_size=32), dtype=torch.float32
+    )
+    receipt = ours.trainstream_receipt
+    assert receipt["quantize"] == "int8", receipt["reason"]  # there are no files to hold it
+    assert receipt["bytes_after"] < size

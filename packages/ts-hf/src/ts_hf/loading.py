@@ -30,7 +30,7 @@ from .checkpoint import Checkpoint, Source, resolve
 from .offload import FileHome, open_files, ram_limit
 from .packed_checkpoint import PackedCheckpoint
 from .prequantized import Scheme, recognise, take_quantization
-from .receipt import log_receipt, receipt_of
+from .receipt import log_receipt, print_receipt, receipt_of
 from .streaming import OUTSIDE, Packing, UnknownTablesError, make_plan, packable, stream
 
 __all__ = ["load_model", "load_tokenizer", "packed_bytes"]
@@ -138,12 +138,14 @@ def _bytes_as(codec: str | None, model: Any, names: frozenset[str], options: _Op
     return other + packed + (int(options.keep_precise * packed) if codec in NEXT_CODEC else 0)
 
 
-def _make_packing(model: Any, options: _Options, kept: str | None = None) -> tuple[Packing, str]:
+def _make_packing(
+    model: Any, options: _Options, kept: str | None = None, *, in_memory: bool = False
+) -> tuple[Packing, str]:
     """Decide what is stored how and where, before any weight is read; `kept`: as it is in the checkpoint."""
     names, skipped = packable(model)
     files = options.files
     # A RAM budget below the model means files even where none were asked for.
-    limit = ram_limit()
+    limit = None if in_memory else ram_limit()
     if files is None and limit is not None and options.device.type == "cpu":
         packed = options.quantize if options.quantize != "auto" else None
         need = _bytes_as(packed, model, names, options)
@@ -480,8 +482,8 @@ def load_model(
         parameters), `packed_tensors`, `kept_precise` (how many of them one codec up), `formats` (how many are
         stored in which codec), `decoded` (what was stored quantized and could not stay so: reason), `aside`
         (scales of activations), `skipped` (name: reason), `unused` (checkpoint tensors without a place),
-        `initialized`, `quantize`, `reason`, `seconds`. The same in one line is logged to the logger
-        "trainstream".
+        `initialized`, `quantize`, `reason`, `seconds`. It is printed (by rank 0) in a few lines, and logged
+        in one to the logger "trainstream".
 
     Raises:
         OptionError: A bad option, an unknown config attribute, or a checkpoint quantized by a method that is
@@ -531,6 +533,7 @@ def load_model(
         **receipt_of(model, packing, started),
     }
     log_receipt(model.trainstream_receipt)
+    print_receipt(model.trainstream_receipt)
     return model
 
 

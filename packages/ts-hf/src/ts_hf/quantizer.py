@@ -127,8 +127,8 @@ class TrainStreamQuantizer(HfQuantizer):  # type: ignore[misc]
             fit=(given.error_rank, given.error_iters),
             double_quant=given.double_quant,
         )
-        self._packing, self._reason = _make_packing(model, options)
-        self._packing.home = None  # transformers holds the weights in memory
+        # transformers holds the weights in memory, whatever budget there is
+        self._packing, self._reason = _make_packing(model, options, in_memory=True)
         return model
 
     def param_needs_quantization(self, model: Any, param_name: str, **kwargs: Any) -> bool:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
+import os
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Any
 
 from ts_core.memory import format_bytes
@@ -13,9 +17,10 @@ from ts_quant import QuantizedTensor
 from .offload import file_bytes
 from .streaming import Packing
 
-__all__ = ["log_receipt", "receipt_of"]
+__all__ = ["log_receipt", "not_printed", "print_receipt", "receipt_of", "receipt_text"]
 
 LOGGER = logging.getLogger("trainstream")
+_printed: ContextVar[bool] = ContextVar("receipts are printed", default=True)
 
 
 def receipt_of(model: Any, packing: Packing, started: float) -> dict[str, Any]:
@@ -86,3 +91,58 @@ def log_receipt(receipt: dict[str, Any]) -> None:
         len(receipt["unused"]),
         receipt["seconds"],
     )
+
+
+@contextlib.contextmanager
+def not_printed() -> Iterator[None]:
+    """Load without printing receipts, where standard output belongs to somebody else."""
+    token = _printed.set(False)
+    try:
+        yield
+    finally:
+        _printed.reset(token)
+
+
+def print_receipt(receipt: dict[str, Any]) -> None:
+    """Print a receipt; of several ranks only the first one does.
+
+    Args:
+        receipt: The whole of it.
+    """
+    if _printed.get() and os.environ.get("RANK", "0") == "0":
+        print(receipt_text(receipt), flush=True)
+
+
+def receipt_text(receipt: dict[str, Any]) -> str:
+    """Write a receipt as the lines that `load_model` prints: what is packed, and anything skipped.
+
+    Args:
+        receipt: The whole of it.
+
+    Returns:
+        Lines; those about what did not happen are left out.
+    """
+    formats = ", ".join(f"{count} x {name}" for name, count in receipt["formats"].items())
+    packed, plain = format_bytes(receipt["bytes_after"]), format_bytes(receipt["bytes_before"])
+    lines = [
+        f"loaded {receipt['source']}: {receipt['parameters']:,} parameters, {receipt['dtype']}, "
+        f"{receipt['seconds']:.1f} s",
+        f"  packed    {100 * receipt['share_packed']:.1f} % of the parameters"
+        f"{f' ({formats})' if formats else ''}; {receipt['reason']}",
+        f"  memory    {packed}, unpacked {plain}" if packed != plain else f"  memory    {plain}",
+    ]
+    if receipt["file_bytes"]:
+        own = receipt["adopted_bytes"]
+        rest = f", {format_bytes(own)} of these the checkpoint's own" if own else ""
+        lines.append(f"  in files  {format_bytes(receipt['file_bytes'])}{rest}")
+    for what, found in (("skipped", receipt["skipped"]), ("decoded", receipt["decoded"])):
+        if found:
+            reasons = (f"{count} {reason}" for reason, count in Counter(found.values()).items())
+            lines.append(f"  {what:9} {len(found):,} parameters: {', '.join(reasons)}")
+    for what, names, why in (
+        ("unused", receipt["unused"], "tensors of the checkpoint, which have no place in the model"),
+        ("drawn", receipt["initialized"], "parameters that are in no file"),
+    ):
+        if names:
+            lines.append(f"  {what:9} {len(names):,} {why}, first: {min(names)}")
+    return "\n".join(lines)

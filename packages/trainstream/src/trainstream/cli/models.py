@@ -19,6 +19,7 @@ from trainstream._folders import write_folder
 from trainstream.cli.output import storage_errors
 from trainstream.cli.settings import Settings
 from ts_core.errors import ArgumentError, CheckpointError, DeviceError, OptionError
+from ts_hf.receipt import not_printed
 from ts_paging.files import FileTensors
 
 __all__ = [
@@ -125,16 +126,17 @@ def load_base(
     builtin = _is_builtin(settings)
     source = str(ts_hf.smollm2_path()) if builtin else settings.model
     codec = settings.quantize or ("nf4" if settings.method == "lora" else "none")
-    model = ts_hf.load_model(
-        str(weights or source),
-        quantize=codec,
-        dtype=dtype,
-        quant_block_size=settings.wrap.get("quant_block_size", 64),
-        double_quant=settings.wrap.get("double_quant", False),
-        device=device,
-        disk_offload=files,
-        trust_remote_code=settings.trust_remote_code,
-    )
+    with not_printed():
+        model = ts_hf.load_model(
+            str(weights or source),
+            quantize=codec,
+            dtype=dtype,
+            quant_block_size=settings.wrap.get("quant_block_size", 64),
+            double_quant=settings.wrap.get("double_quant", False),
+            device=device,
+            disk_offload=files,
+            trust_remote_code=settings.trust_remote_code,
+        )
     tokenizer = ts_hf.load_tokenizer(source, trust_remote_code=settings.trust_remote_code)
     path = Path(source).expanduser()
     folder = None if path.is_file() else str(path.resolve()) if path.is_dir() else source

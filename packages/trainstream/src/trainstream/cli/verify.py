@@ -20,6 +20,7 @@ from trainstream.cli.settings import merge
 from trainstream.integrations._plan_file import packed_count
 from ts_core.errors import CheckpointError, DoesNotFitError, OptionError
 from ts_core.memory import device_budget, format_bytes, host_budget
+from ts_hf.receipt import not_printed
 
 __all__ = ["Request", "run"]
 
@@ -209,7 +210,7 @@ def _subject(request: Request, device: torch.device, dtype: torch.dtype) -> _Sub
         "dtype": dtype,
         "trust_remote_code": request.trust_remote_code,
     }
-    with _quiet(bool(changes)):
+    with _quiet(bool(changes)), not_printed():
         if random:
             for name, value in changes.items():
                 setattr(text, name, value)

@@ -1,5 +1,7 @@
 """`wrap()` and `trainstream plan` give the same answer about the same model and budgets."""
 
+import copy
+import dataclasses
 import gc
 import json
 import weakref
@@ -19,12 +21,13 @@ from trainstream._first import live_spec, packing_of, planned_job
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
 from trainstream._paging import asked
+from trainstream._session import session_of
 from trainstream._staging import frozen_weights
 from trainstream._watch import Watch, _tokens
 from ts_core.advice import assign
 from ts_core.blocks import block_map, find_blocks
 from ts_core.cost import group_sizes
-from ts_core.errors import DoesNotFitError
+from ts_core.errors import DoesNotFitError, OptionError
 from ts_core.job import Room, Setting, assumed_profile
 from ts_core.planner import Budgets
 from ts_core.search import choose
@@ -188,6 +191,34 @@ def test_a_first_input_that_is_longer_than_planned_makes_room(tokens, used, stre
 def test_tokens_of_inputs_that_are_no_ids_are_all_but_the_last_dimension():
     assert _tokens((torch.zeros(2, 5, 8),), {}) == 10
     assert _tokens((), {}) == 0
+
+
+def test_a_plan_with_a_single_slot_is_carried_out(monkeypatch):
+    def single(*given, **more):
+        found = decide(*given, **more)
+        return dataclasses.replace(found, depth=0, layout=dataclasses.replace(found.layout, slots=1))
+
+    monkeypatch.setattr("trainstream._wrap.decide", single)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config_of(layers=3)).float()
+    plain = copy.deepcopy(model)
+    model, optimizer = trainstream.wrap(model, param_offload=True, lr=1e-3)
+    session = session_of(model)
+    assert (session.pager.slot_count, session.plan.prefetch_depth) == (1, 0)
+    reference = torch.optim.AdamW(plain.parameters(), lr=1e-3)
+    ids = torch.arange(16).view(1, 16)
+    for step in range(3):
+        losses = [m(input_ids=ids, labels=ids).loss for m in (model, plain)]
+        assert losses[0].item() == pytest.approx(losses[1].item(), abs=1e-5)
+        for loss, one in zip(losses, (optimizer, reference), strict=True):
+            loss.backward()
+            one.step()
+            one.zero_grad()
+        if step == 1:
+            session.set_budget(ram="8GiB")
+    trainstream.unwrap(model)
+    with pytest.raises(OptionError, match="prefetch_depth"):
+        trainstream.wrap(model, prefetch_depth=0)
 
 
 def test_nothing_holds_the_weights_that_were_packed():

@@ -198,6 +198,15 @@ def test_what_is_left_to_transformers_is_decoded_as_a_whole():
     assert "decoded to 16 bits" in spec.notes[0]
 
 
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf"), -5, 2**63, True, [], "x"])
+@pytest.mark.parametrize("name", ["split.count", "llama.embedding_length", "llama.attention.head_count"])
+def test_values_that_make_no_sense_count_as_none(name, odd):
+    tensors = {"token_embd.weight": ("F16", ()), "blk.0.attn_q.weight": ("F16", (8, 8))}
+    values = {"general.architecture": "llama"}
+    spec = spec_from_gguf(gguf_header.GgufHeader({**values, name: odd}, tensors))
+    assert spec == spec_from_gguf(gguf_header.GgufHeader(values, tensors))
+
+
 def test_gguf_files_that_are_no_model(tmp_path, tokenizer):
     with pytest.raises(CheckpointError, match="GGUF"):
         find_spec(_written(tmp_path / "bad.gguf", b"GGML1234"))

@@ -159,7 +159,10 @@ class WrapOptions:
                 near = difflib.get_close_matches(name, sorted(known), n=3)
                 hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
                 raise OptionError(f"wrap() has no option {name!r}; {hint}")
-        return cls(**given)
+        made = cls(**given)
+        # 0 is what a plan with a single slot comes to; it is not asked for.
+        options.integer("prefetch_depth", made.prefetch_depth, minimum=1)
+        return made
 
     def _check_choices(self) -> None:
         tri = ("auto", True, False)
@@ -185,7 +188,7 @@ class WrapOptions:
 
     def _check_numbers(self) -> None:
         options.integer("quant_block_size", self.quant_block_size, minimum=2, multiple_of=2)
-        options.integer("prefetch_depth", self.prefetch_depth, minimum=1)
+        options.integer("prefetch_depth", self.prefetch_depth, minimum=0)
         for name in ("accumulation_steps", "plan_tokens"):
             if getattr(self, name) is not None:
                 options.integer(name, getattr(self, name), minimum=1)

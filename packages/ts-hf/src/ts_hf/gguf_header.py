@@ -124,7 +124,7 @@ class _Reader:
         inner, count = self.number("I"), self.count("entries in an array")
         if inner == _STRING:
             for _ in range(count):
-                self.take(min(self.number("Q"), _LONGEST))
+                self.string()
             return count
         if inner not in _SCALARS:
             raise self.bad(f"it has an array of type {inner}")
@@ -228,7 +228,7 @@ def spec_from_gguf(header: GgufHeader, *, source: str = "", dtype: str | None = 
     if decoded:
         notes.append(f"{decoded} tensors are of types that are not kept packed: decoded to {plain}")
     hidden = int(_number(values, f"{family}.embedding_length")) or max(
-        (t.shape[-1] for t in around.get("embedding", [])), default=0
+        (t.shape[-1] for t in around.get("embedding", []) if t.shape), default=0
     )
     heads, size = (_number(values, f"{family}.attention.{key}") for key in ("head_count", "key_length"))
     query = int(heads * size) or hidden
@@ -269,8 +269,9 @@ def _part(
 
 
 def _number(values: dict[str, Any], name: str) -> float:
-    """Return a value, the largest where each layer has its own, 0 where there is none."""
+    """Return a value, the largest where each layer has its own, 0 where there is none that makes sense."""
     value = values.get(name, 0)
     if isinstance(value, list):
         value = max(value, default=0)
-    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else 0
+    plain = isinstance(value, (int, float)) and not isinstance(value, bool)
+    return value if plain and 0 <= value < _ENTRIES else 0  # neither NaN nor infinite

@@ -171,3 +171,16 @@ def test_a_named_one_computes_on_a_cpu():
         choice.put([module])
         assert_bit_equal(module(x), want[name])
         choice.undo()
+
+
+def test_what_the_fused_kernel_of_a_cpu_cannot_compute_is_computed_all_the_same():
+    class Drops(nn.Module):
+        def forward(self, x):
+            return scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+    module, x = Drops(), torch.randn(1, 2, 16, 8)
+    torch.manual_seed(0)
+    want = module(x)
+    AttentionChoice("flash", CPU).put([module])
+    torch.manual_seed(0)
+    assert_bit_equal(module(x), want)

@@ -47,6 +47,16 @@ class Attention(nn.Module):
         return self.o(q * scale + shift + k.sum(-1, keepdim=True) * v.sum(-1, keepdim=True))
 
 
+class GatedMlp(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_proj, self.up_proj = nn.Linear(16, 32), nn.Linear(16, 32)
+        self.down_proj, self.act_fn = nn.Linear(32, 16), nn.SiLU()
+
+    def forward(self, x):
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
 class Chain(nn.Module):
     """No two of its layers have the same input."""
 
@@ -192,6 +202,44 @@ def test_copies_and_pickles_have_their_own_code():
     alone = copy.deepcopy(attention.q)
     close(alone(x), attention.q(x))
     assert alone.calls == [1]
+
+
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+def test_copies_of_patched_modules_are_patched_too(copied):
+    attention = Attention()
+    names = patch_fused(attention).patched
+    other = copied(attention)
+    patch = patch_fused(other)
+    assert patch.patched == names == ("q", "k", "v", "o")
+    assert [report.agrees for report in patch.shared.values()] == [True]
+    forget_calls(other)
+    x = torch.randn(2, 16)
+    close(other(x, ANGLES), attention(x, ANGLES))
+    assert layers_called(other) == [0, 0, 0, 0]
+    patch.undo()
+    close(other(x, ANGLES), attention(x, ANGLES))
+    assert layers_called(other) == [1, 1, 1, 1]
+
+
+@pytest.mark.parametrize("mode", [False, True])
+@pytest.mark.parametrize("scaled_in", [False, True])
+def test_both_modes_of_a_module_are_compared(mode, scaled_in):
+    class Norm(LlamaNorm):
+        def forward(self, x):
+            return super().forward(x) * (2.0 if self.training is scaled_in else 1.0)
+
+    class Mlp(GatedMlp):
+        def forward(self, x):
+            return super().forward(x) * (2.0 if self.training is scaled_in else 1.0)
+
+    assert patch_fused(nn.Sequential(Norm(), Mlp()).train(mode)).patched == ()
+
+
+def test_another_activation_runs_the_modules_own_code():
+    mlp, x = GatedMlp(), torch.randn(2, 16)
+    assert patch_fused(mlp).patched == ("",)
+    mlp.act_fn = nn.ReLU()
+    close(mlp(x), GatedMlp.forward(mlp, x))
 
 
 def test_a_forward_that_was_there_before_comes_back():

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["Verdict", "differences", "hooked", "random_linear", "random_tensor", "run_with_gradients"]
+__all__ = [
+    "Verdict",
+    "differences",
+    "hooked",
+    "random_linear",
+    "random_tensor",
+    "replaced",
+    "run_with_gradients",
+]
 
 # Largest difference, relative to the largest element: a few roundings of intermediates.
 _LIMIT = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
@@ -41,11 +50,20 @@ class Verdict:
         return replace(self, variant=variant, reason="", forward=forward)
 
 
+def replaced(module: Any) -> bool:
+    """Whether a module's `forward` is not its class's. Copies of patched modules hold that one themselves."""
+    own = getattr(module, "__dict__", {}).get("forward")
+    its = own is None or (
+        isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
+    )
+    return not its
+
+
 def hooked(module: Any) -> bool:
     """Whether someone wants to see or change what goes in or comes out of a module that would be left out."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     own = getattr(module, "__dict__", {})
-    return "forward" in own or any(own.get(name) for name in hooks)
+    return replaced(module) or any(own.get(name) for name in hooks)
 
 
 def random_tensor(shape: Sequence[int], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:

@@ -237,7 +237,9 @@ class AttentionChoice:
         if self.backend is None or self.backend not in _usable():
             yield
         elif self._cpu:
-            with sdpa_kernel([_BACKENDS[self.backend]]):  # there only what is allowed counts, not the order
+            # There only what is allowed counts, not the order: flash comes before math, which takes the rest.
+            allowed = [name for name in (self.backend, "math") if name in _usable()]
+            with sdpa_kernel([_BACKENDS[name] for name in allowed]):
                 yield
         else:
             # What sdpa_kernel(set_priority=True) does, without setting every switch: it runs for each block.

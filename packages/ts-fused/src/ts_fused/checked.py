@@ -20,7 +20,15 @@ from ts_core.options import choice
 from ._alike import state_of
 from ._checked_lora import check_lora, looks_like_lora
 from ._checked_rotary import check_rotary, rotary_function
-from ._compare import Verdict, differences, hooked, random_linear, random_tensor, run_with_gradients
+from ._compare import (
+    Verdict,
+    differences,
+    hooked,
+    random_linear,
+    random_tensor,
+    replaced,
+    run_with_gradients,
+)
 from ._ops import FLOATS
 from ._stand_in import FusedForward
 from .gated_mlp import gated_mlp
@@ -89,12 +97,14 @@ def _compare_norm(
     device: torch.device,
     dtypes: tuple[torch.dtype, torch.dtype],
     scale: float,
+    training: bool,
 ) -> Verdict:
     hidden = module.weight.numel()  # type: ignore[operator]
+    twin = _twin(module, {}, training)
     x = random_tensor((3, 5, hidden), device, dtypes[0], 0).mul_(scale).requires_grad_()
     weight = random_tensor((hidden,), device, dtypes[1], 1).requires_grad_()
     theirs = run_with_gradients(
-        lambda x, w: torch.func.functional_call(module, {"weight": w}, (x,)), (x, weight)
+        lambda x, w: torch.func.functional_call(twin, {"weight": w}, (x,)), (x, weight)
     )
     ours = run_with_gradients(lambda x, w: rms_norm(x, w, eps, offset=offset), (x, weight))
     return differences(ours, theirs, dtypes[0], exact_rounding=True)
@@ -121,8 +131,12 @@ def _check_norm(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
     whole = (torch.float32, torch.float32)
     for offset in (0.0, 1.0):
         total = Verdict()
-        for pair, scale in dict.fromkeys(((whole, 1.0), (whole, small), ((dtype, dtype), 1.0))):
-            found = _compare_norm(module, eps, offset, device, pair, scale)
+        for pair, scale, training in (
+            (whole, 1.0, False),
+            (whole, small, True),
+            *([((dtype, dtype), 1.0, True)] if dtype is not torch.float32 else []),
+        ):
+            found = _compare_norm(module, eps, offset, device, pair, scale, training)
             if found.reason:
                 first = first or found
                 break
@@ -131,7 +145,9 @@ def _check_norm(module: nn.Module, device: torch.device, dtype: torch.dtype) -> 
             pairs = {whole, (dtype, dtype)}
             # Where the rounding differs in another dtype, the module's own code runs in that one.
             for pair in ((x, w) for x in FLOATS for w in dict.fromkeys((x, torch.float32))):
-                if pair not in pairs and not _compare_norm(module, eps, offset, device, pair, 1.0).reason:
+                if pair in pairs:
+                    continue
+                if not _compare_norm(module, eps, offset, device, pair, 1.0, True).reason:
                     pairs.add(pair)
             return total.with_forward(f"offset {offset:.0f}", _norm_forward(name, offset, frozenset(pairs)))
     assert first is not None
@@ -176,31 +192,36 @@ def _activation(function: Callable[[Tensor], Tensor], device: torch.device) -> s
     return None
 
 
-def _twin(module: nn.Module, children: dict[str, nn.Module]) -> nn.Module:
+def _twin(module: nn.Module, children: dict[str, nn.Module], training: bool) -> nn.Module:
     """Make a module of the same code and attributes, with other children: nothing of the model is touched."""
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__ = dict(module.__dict__)
     twin.__dict__["_modules"] = {**module._modules, **children}
-    twin.training = True  # a dropout of its own would not be seen else
+    twin.training = training
     return twin
 
 
 def _check_mlp(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Verdict:
     name = _activation_name(module)
     assert name is not None
-    activation = _activation(getattr(module, name), device)
+    given = getattr(module, name)
+    activation = _activation(given, device)
     if activation is None:
         return Verdict(reason=f"{name} is neither silu nor the tanh form of gelu")
     paired = "gate_proj" in dict(module.named_children())
     total = Verdict()
-    # Large values too: some models cap gate and up.
-    for kind, scale in dict.fromkeys(((torch.float32, 1.0), (torch.float32, 30.0), (dtype, 1.0))):
+    # Large values too: some models cap gate and up. Both modes: one may drop out by itself, or scale.
+    for kind, scale, training in (
+        (torch.float32, 1.0, False),
+        (torch.float32, 30.0, True),
+        *([(dtype, 1.0, True)] if dtype is not torch.float32 else []),
+    ):
         sizes = {n: (16, 24) for n in _PAIR[:2]} if paired else {"gate_up_proj": (16, 48)}
         small: dict[str, nn.Module] = {
             name: random_linear(*size, device, kind, seed)
             for seed, (name, size) in enumerate({**sizes, "down_proj": (24, 16)}.items())
         }
-        twin = _twin(module, small)
+        twin = _twin(module, small, training)
         x = random_tensor((2, 3, 16), device, kind, 0).mul_(scale).requires_grad_()
         inputs = (x, *(weight for linear in small.values() for weight in linear.parameters()))
         theirs = run_with_gradients(lambda *t, m=twin: type(m).forward(m, t[0]), inputs)
@@ -212,7 +233,9 @@ def _check_mlp(module: nn.Module, device: torch.device, dtype: torch.dtype) -> V
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
-        if isinstance(x, Tensor) and x.dtype in FLOATS and not hooked(getattr(module, name)):
+        now = getattr(module, name)
+        same = now is given or (isinstance(now, nn.Module) and type(now) is type(given))
+        if isinstance(x, Tensor) and x.dtype in FLOATS and same and not hooked(now):
             return _mlp(module, x, activation)
         return type(module).forward(module, *args, **kwargs)
 
@@ -313,7 +336,7 @@ def checked(
         looks, check = _CHECKS[kind]
         if not looks(module):
             continue
-        if "forward" in module.__dict__:
+        if replaced(module):
             return FusedCheck(kind, False, reason="its forward was replaced already")
         where, dtype = place_of(module, sample, device)
         if dtype not in FLOATS or where.type == "meta":

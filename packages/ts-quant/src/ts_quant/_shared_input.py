@@ -45,8 +45,8 @@ _local = _Local()
 def shared(x: torch.Tensor, what: tuple[Any, ...], make: Callable[[], Any]) -> Any:
     """Return what `make` returns, or what it returned for the same unchanged input.
 
-    A write that autograd cannot see (through `.data`, by a pointer, by the replay of a CUDA graph) is not seen
-    here either; other memory behind the same tensor is.
+    A write that autograd cannot see (through `.data`, by a pointer, by the replay of a CUDA graph) is not
+    seen here either; other memory behind the same tensor is.
 
     Args:
         x: The input that identifies it.

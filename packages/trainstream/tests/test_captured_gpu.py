@@ -134,3 +134,17 @@ def test_what_cannot_be_recorded_is_said_and_leaves_the_device_usable():
     recording.keep([y])
     recording.replay()
     assert float(y.sum()) == 16.0
+    assert torch.nn.functional.dropout(torch.ones(64, device="cuda")).sum() > 0  # random numbers go on
+
+
+def test_recordings_are_made_anew_after_all_have_gone():
+    from ts_paging.recording import CudaRecorder
+
+    recorder = CudaRecorder(torch.device("cuda", 0))
+    x = torch.ones(8, device="cuda")
+    for expected in (2.0, 2.0):
+        recording, y = recorder.record(lambda: x + 1)
+        recording.keep([y])
+        recording.replay()
+        assert torch.equal(y, torch.full_like(y, expected))
+        del recording, y

@@ -1,5 +1,6 @@
 """What block mode is made of: calls taken apart, structures, fixed memory, tapes, random numbers."""
 
+import contextlib
 import copy
 
 import pytest
@@ -12,7 +13,7 @@ from ts_core.testing import devices
 from ts_paging.buffers import as_they_were
 from ts_paging.calls import OpaqueArgument, flatten
 from ts_paging.fixed import Fixed, Pack, copy_all
-from ts_paging.recording import CannotRecord, recorder_for
+from ts_paging.recording import CannotRecord, CudaRecorder, recorder_for
 from ts_paging.rng import RandomState, as_it_was
 from ts_paging.soleuse import watch_use
 from ts_paging.structure import Structure
@@ -272,3 +273,80 @@ def test_a_structure_does_not_stand_in_the_way_of_copies():
     layer = Layer(0)
     structure = Structure(layer)
     assert structure.key == Structure(copy.deepcopy(layer)).key
+
+
+class FakeGraph:
+    """What PyTorch's allocator and generators notice of a graph; recording fails once `broken` is set."""
+
+    broken = capturing = False
+
+    def capture_begin(self, pool=None, capture_error_mode="global"):
+        self.pool = pool
+        assert pool not in self.spent
+        if pool is not None:
+            self.live[pool] = self.live.get(pool, 0) + 1
+        type(self).capturing = True
+
+    def capture_end(self):
+        if self.broken:
+            type(self).broken = False
+            raise RuntimeError("capture invalidated")
+        type(self).capturing = False
+        self.ended = True
+
+    def __del__(self):
+        if getattr(self, "ended", False) and self.pool is not None:
+            self.release(0, self.pool)
+
+    @classmethod
+    def release(cls, index, pool):
+        cls.live[pool] -= 1
+        if not cls.live[pool]:
+            cls.spent.add(pool)
+
+
+def fake_cuda(monkeypatch):
+    stream = type("Stream", (), {"__init__": lambda *_: None, "wait_stream": lambda *_: None})
+    numbers = iter(range(1, 99))
+    graph = type("Graph", (FakeGraph,), {"live": {}, "spent": set()})
+    for name, value in {
+        "Stream": stream,
+        "graph_pool_handle": lambda: (0, next(numbers)),
+        "current_stream": lambda device: stream(),
+        "stream": contextlib.nullcontext,
+        "synchronize": lambda device: None,
+        "CUDAGraph": graph,
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, value)
+    monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_releasePool", graph.release, raising=False)
+    return graph
+
+
+def test_a_pool_whose_graphs_have_gone_is_not_used_again(monkeypatch):
+    graph = fake_cuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cpu", 0))
+    first, _ = recorder.record(lambda: None)
+    second, _ = recorder.record(lambda: None)
+    assert list(graph.live.values()) == [2]
+    del first, second
+    third, _ = recorder.record(lambda: None)
+    assert third is not None
+    assert list(graph.live.values()) == [0, 1]
+
+
+def test_a_recording_that_fails_leaves_pool_and_generators_as_they_were(monkeypatch):
+    graph = fake_cuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cpu", 0))
+    kept, _ = recorder.record(lambda: None)
+
+    def fail():
+        graph.broken = True
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    with pytest.raises(CannotRecord, match="not permitted"):
+        recorder.record(fail)
+    assert list(graph.live.values()) == [1]
+    assert not graph.capturing
+    recorder.record(lambda: None)
+    assert kept is not None

@@ -30,7 +30,7 @@ from .block import PagedBlock, _version, refuse_create_graph, written_between
 from .buffers import as_they_were
 from .calls import Call, OpaqueArgument, flatten
 from .rng import RandomState, as_it_was
-from .soleuse import watch_use
+from .soleuse import leaves_behind, watch_use
 from .structure import Structure
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ __all__ = ["BlockMode", "Interior", "Run"]
 
 _will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+_has_any_global_hook: Callable[[], bool] = nn.modules.module._has_any_global_hook
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
 _RESTLESS = 3  # times that a block may be found changed before its changes are taken for a habit
 
@@ -165,6 +166,8 @@ class Run:
         self.places: list[int] = []
         self._outputs: list[Tensor] = []
         self._node: Any = None
+        self._own: list[Tensor] = []  # what a second run reads besides: Parameters that are not paged
+        self._own_versions: list[int] = []
         self._spent = False
         self._parked: weakref.ref[Any] | None = None
         # Whose outputs came in, and what their gradients have to be if nobody else uses them.
@@ -201,6 +204,8 @@ class Run:
             self._random = RandomState(self.block.pager.device)
             self._cast = _autocast_now(self.block.pager.device.type)
             self._buffers = self.block._buffers_now()
+            self._own = list(self.interior.residents)
+            self._own_versions = [_version(tensor) for tensor in self._own]
         flat, self.spec = self.inner(call.leaves)
         if again:
             self.block._expect_constant(self._buffers)
@@ -327,8 +332,9 @@ class Run:
             block.pager.use(block, backward=True)
 
     def changed(self) -> bool:
-        """Whether an argument was written since forward."""
-        return [_version(leaf) for leaf in self.call.leaves] != self._versions
+        """Whether what a second run reads was written since forward; the pager knows of paged weights."""
+        now = [[_version(tensor) for tensor in tensors] for tensors in (self.call.leaves, self._own)]
+        return now != [self._versions, self._own_versions]
 
     def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
         """Go through the graph inside, after a second run if its first one was dropped."""
@@ -356,6 +362,7 @@ class Run:
     def free(self) -> None:
         """Backward is through: drop what was kept for it."""
         self._spent = True
+        self._own = []
         self._outputs, self._node = [], None
         self.call, self._makers = Call([], ((), ())), []
 
@@ -466,6 +473,8 @@ class BlockMode:
         hooked = interior.structure.hooked()
         if hooked is not None:
             return f"hooks are registered on {('its module ' + hooked) if hooked else 'the block'}"
+        if _has_any_global_hook():
+            return "hooks are registered on all modules"
         if _top_hooks(True) is not None:
             return "hooks on saved tensors are set around it"
         if torch._C._functorch.peek_interpreter_stack() is not None:
@@ -487,6 +496,7 @@ class BlockMode:
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         buffers = [b for b in block.module.buffers() if b is not None]
         before = [_version(tensor) for tensor in (*given, *buffers)]
+        known = {id(tensor) for tensor in (*given, *interior.residents, block._anchor)}
 
         def came(output: Any) -> None:
             tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
@@ -497,6 +507,8 @@ class BlockMode:
                 interior.reason = "it does not return plain tensors"
             elif len(wanted) < sum(t.requires_grad for t in given):
                 interior.reason = "one tensor comes into it twice"
+            elif not known.issuperset(map(id, leaves_behind(wanted, tensors))):
+                interior.reason = "it uses a trained tensor that is neither an argument nor in its modules"
             elif block.name not in self.reasons:
                 self._watch_use(interior, wanted, tensors)
 

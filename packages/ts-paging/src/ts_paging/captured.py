@@ -103,8 +103,8 @@ class _Captured:
         self.verified: set[str] = set()
         self.addresses: list[int] = []
 
-    def load(self, run: Run, leaves: Sequence[Tensor], turn: int) -> None:
-        """Bring a run's inputs, and what is its block's own and not in the slot."""
+    def load(self, run: Run, leaves: Sequence[Tensor], turn: int, own: Sequence[Tensor]) -> None:
+        """Bring a run's inputs, and what is its block's own and not in the slot (see `_carried`)."""
         wanted = set(run.wanted)
         pairs = [
             fixed.pair(leaf)
@@ -112,7 +112,6 @@ class _Captured:
             if index in wanted or fixed.stale(leaf, turn)
         ]
         if self.shared:
-            own = _carried(run.block, run)
             pairs += [f.pair(t) for f, t in zip(self.memory.carried, own, strict=True)]
         copy_all(pairs)
 
@@ -137,12 +136,14 @@ class CapturedRun(Run):
         block, captured = self.block, self.captured
         leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.call.leaves]
         self.call.leaves = leaves
+        self._own = _carried(block, self)
         self._versions = [_version(leaf) for leaf in leaves]
+        self._own_versions = [_version(tensor) for tensor in self._own]
         device = block.pager.device
         self._random, self._buffers = RandomState(device), []
         self._cast = _autocast_now(device.type)
         block.runs += 1
-        captured.load(self, leaves, self.turn)
+        captured.load(self, leaves, self.turn, self._own)
         captured.forward.replay()
         assert captured.memory.outputs is not None
         taken = iter(captured.memory.outputs.taken())
@@ -164,11 +165,14 @@ class CapturedRun(Run):
         return copies
 
     def changed(self) -> bool:
-        """Whether an argument was written since forward: it has to be brought again."""
-        return [_version(leaf) for leaf in self.call.leaves] != self._versions
+        """Whether what a replay reads again was written since forward, or is somewhere else."""
+        captured = self.captured
+        return super().changed() or (
+            not captured.shared and captured.addresses != _addresses(self, self._own)
+        )
 
     def ready(self) -> None:
-        """Also look at the arguments: a replay reads them again, whatever the policy."""
+        """Also look at arguments and resident weights: a replay reads them again, whatever the policy."""
         if self.changed():
             raise written_between(self.block)
         super().ready()
@@ -183,7 +187,7 @@ class CapturedRun(Run):
                 return super().gradients(grads)
             finally:
                 self.policy = policy
-        captured.load(self, self.call.leaves, self.turn)
+        captured.load(self, self.call.leaves, self.turn, self._own)
         copies = [each if isinstance(each, Tensor) else each.bring() for each in self._copies]
         copy_all(list(zip(captured.saved, copies, strict=True)))
         copy_all([fixed.pair(grad) for fixed, grad in pairs if grad is not None])
@@ -278,7 +282,7 @@ class Captures:
             found = known[form] = self._find(run, form)
         if isinstance(found, str):
             return self._eagerly(run, found)
-        if not found.shared and found.addresses != _addresses(run):
+        if not found.shared and found.addresses != _addresses(run, _carried(block, run)):
             known[form] = _SEEN
             self._made = {key: made for key, made in self._made.items() if made is not found}
             return self._eagerly(run, "its weights have moved")
@@ -340,19 +344,20 @@ class Captures:
             carried = [Fixed(tensor) for tensor in _carried(run.block, run)] if shared else []
             memory = _Memory([Fixed(leaf) for leaf in run.call.leaves], carried)
         captured = _Captured(memory, shared)
-        captured.addresses = [] if shared else _addresses(run)
+        own = _carried(run.block, run)
+        captured.addresses = [] if shared else _addresses(run, own)
         random, runs = RandomState(self._device), run.block.runs
         for fixed in memory.inputs:
             fixed.forget()
         try:
-            captured.load(run, [leaf.detach() for leaf in run.call.leaves], -1)
+            captured.load(run, [leaf.detach() for leaf in run.call.leaves], -1, own)
             with _standing(run, memory) as stand:
                 trial = _Trial(run, [fixed.value for fixed in memory.inputs], stand)
                 expected = self._recorder.warm_up(lambda: _eager(trial))
                 if not random.same_on_cpu(RandomState(self._device)) and self._device.type != "cpu":
                     raise CannotRecord("it draws random numbers on the CPU")
                 if fresh:
-                    _reserve(memory, expected, self._device)
+                    _reserve(memory, expected, self._device, _of_residents(run))
                 random.put_back()
                 self._record_forward(trial, captured)
                 self._record_backward(trial, captured)
@@ -408,7 +413,7 @@ class Captures:
         random, runs = RandomState(self._device), run.block.runs
         leaves = [leaf.detach() for leaf in run.call.leaves]
         try:
-            captured.load(run, leaves, -1)
+            captured.load(run, leaves, -1, _carried(run.block, run))
             captured.forward.replay()
             assert captured.memory.outputs is not None
             replayed = captured.memory.outputs.taken()
@@ -424,6 +429,13 @@ class Captures:
 _MARK = torch.empty(0)  # stands for a tensor among outputs
 
 
+_backends: Any = torch.backends.cuda
+_ATTENTION: tuple[Callable[[], bool], ...] = (
+    _backends.flash_sdp_enabled, _backends.mem_efficient_sdp_enabled,
+    _backends.math_sdp_enabled, _backends.cudnn_sdp_enabled,
+)  # fmt: skip
+
+
 def _form(run: Run) -> Hashable:
     """Return what a recording depends on besides the structure of its block."""
     device = run.block.pager.device.type
@@ -437,6 +449,9 @@ def _form(run: Run) -> Hashable:
         torch.is_autocast_enabled(device)
         and (torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()),
         torch.are_deterministic_algorithms_enabled(),
+        torch.get_default_dtype(),
+        torch.get_float32_matmul_precision(),
+        *[allowed() for allowed in _ATTENTION],
     )
 
 
@@ -452,10 +467,10 @@ def _carried(block: PagedBlock, run: Run) -> list[Tensor]:
     return [*run.interior.residents, *buffers]
 
 
-def _addresses(run: Run) -> list[int]:
-    """Return where a block's tensors are that recordings of its own compute with."""
+def _addresses(run: Run, own: Sequence[Tensor]) -> list[int]:
+    """Return where a block's tensors are that recordings of its own compute with (see `_carried`)."""
     parts: list[Any] = []
-    for tensor in (*run.block.views, *_carried(run.block, run)):
+    for tensor in (*run.block.views, *own):
         packed: dict[str, Tensor] | None = getattr(tensor, "packed", None)
         parts += packed.values() if packed is not None else [tensor]
     return [part.data_ptr() for part in parts]
@@ -499,9 +514,14 @@ def _eager(trial: _Trial) -> _Expected:
     return outputs, start, [None if each is None else each.clone() for each in found]
 
 
-def _reserve(memory: _Memory, expected: _Expected, device: torch.device) -> None:
+def _of_residents(run: Run) -> range:
+    """Indices of the gradients that become some Parameter's ``.grad`` as they are."""
+    return range(len(run.wanted), len(run.wanted) + len(run.residents))
+
+
+def _reserve(memory: _Memory, expected: _Expected, device: torch.device, lasting: range) -> None:
     outputs, start, found = expected
-    memory.outputs, memory.found = Pack(outputs, device), Pack(found, device)
+    memory.outputs, memory.found = Pack(outputs, device), Pack(found, device, lasting)
     memory.given = [Fixed(each) for each in start]
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -75,8 +76,16 @@ class Pack:
         views: Where each is written; None for what there is no value of.
     """
 
-    def __init__(self, tensors: Sequence[Tensor | None], device: torch.device) -> None:
+    def __init__(
+        self, tensors: Sequence[Tensor | None], device: torch.device, lasting: Collection[int] = ()
+    ) -> None:
         """Reserve memory for tensors like these.
+
+        Args:
+            tensors: None where there is no value.
+            device: Where.
+            lasting: Indices of those that stay when the others are dropped: `taken` gives them memory of
+                their own.
 
         Raises:
             CannotRecord: One has gaps or repeated elements.
@@ -84,19 +93,27 @@ class Pack:
         there = [tensor for tensor in tensors if tensor is not None]
         if not all(is_dense(tensor) for tensor in there):
             raise CannotRecord("a result has gaps or repeated elements in memory")
-        self._layout = SlotLayout(there)
         self._like = [None if t is None else torch.empty_like(t, device="meta") for t in tensors]
-        self._buffer = torch.empty(max(self._layout.nbytes, 1), dtype=torch.uint8, device=device)
-        self.views = self._views(self._buffer)
+        present = [index for index, t in enumerate(tensors) if t is not None]
+        groups = [[i for i in present if i not in lasting], [i for i in present if i in lasting]]
+        self._groups: list[tuple[list[tuple[int, int]], Tensor]] = []
+        for group in filter(None, groups):
+            layout = SlotLayout([cast(Tensor, self._like[index]) for index in group])
+            buffer = torch.empty(max(layout.nbytes, 1), dtype=torch.uint8, device=device)
+            self._groups.append((list(zip(group, layout.offsets, strict=True)), buffer))
+        self.views = self._views([buffer for _, buffer in self._groups])
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved."""
-        return self._buffer.nbytes
+        return sum(buffer.nbytes for _, buffer in self._groups)
 
-    def _views(self, buffer: Tensor) -> list[Tensor | None]:
-        offsets = iter(self._layout.offsets)
-        return [None if like is None else own_view(buffer, next(offsets), like) for like in self._like]
+    def _views(self, buffers: Sequence[Tensor]) -> list[Tensor | None]:
+        views: list[Tensor | None] = [None] * len(self._like)
+        for (places, _), buffer in zip(self._groups, buffers, strict=True):
+            for index, offset in places:
+                views[index] = own_view(buffer, offset, cast(Tensor, self._like[index]))
+        return views
 
     def write(self, tensors: Sequence[Tensor | None]) -> None:
         """Write values; part of what is recorded."""
@@ -106,7 +123,7 @@ class Pack:
 
     def taken(self) -> list[Tensor | None]:
         """Return tensors of their own with what was written last."""
-        return self._views(self._buffer.clone())
+        return self._views([buffer.clone() for _, buffer in self._groups])
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol, TypeVar
 
@@ -80,6 +81,7 @@ class CudaRecorder:
         make_stream: Any = torch.cuda.Stream
         self._stream = make_stream(device)
         self._pool = torch.cuda.graph_pool_handle()
+        self._alive: weakref.WeakSet[_CudaRecording] = weakref.WeakSet()
 
     def warm_up(self, run: Callable[[], _Result]) -> _Result:
         """Run work on the stream that it will be recorded on."""
@@ -101,6 +103,8 @@ class CudaRecorder:
             CannotRecord: A call in it cannot be part of a graph.
         """
         torch.cuda.synchronize(self._device)
+        if not self._alive:  # the allocator takes no pool again once its last graph has gone
+            self._pool = torch.cuda.graph_pool_handle()
         collects = gc.isenabled()
         gc.disable()  # what is collected meanwhile may call what the recording thread may not
         graph = torch.cuda.CUDAGraph()
@@ -120,20 +124,30 @@ class CudaRecorder:
         finally:
             if collects:
                 gc.enable()
-        return _CudaRecording(graph), result
+        recording = _CudaRecording(graph)
+        self._alive.add(recording)
+        return recording, result
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a recording that has failed.
 
         Ending it fails too, before PyTorch's allocator hears of it: as long as that waits for the end, memory
-        that several streams have used does not come back.
+        that several streams have used does not come back, nor does the pool. And the generators of random
+        numbers take it to be under way until one ends well.
         """
         with contextlib.suppress(RuntimeError):
             graph.capture_end()
-        end: Any = torch._C._cuda_endAllocateToPool
+        calls: Any = torch._C
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with contextlib.suppress(RuntimeError):
-            end(index, self._pool)
+            calls._cuda_endAllocateToPool(index, self._pool)
+            calls._cuda_releasePool(index, self._pool)
+        with contextlib.suppress(RuntimeError):
+            something = torch.zeros(1, device=self._device)
+            good = torch.cuda.CUDAGraph()
+            good.capture_begin(capture_error_mode="thread_local")
+            something.zero_()
+            good.capture_end()
 
     def pool_bytes(self) -> int:
         """Return the bytes of the pool's segments."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-__all__ = ["watch_use"]
+__all__ = ["leaves_behind", "watch_use"]
 
 
 def watch_use(inputs: Sequence[Tensor], outputs: Sequence[Tensor], told: Callable[[bool], object]) -> None:
@@ -41,6 +41,22 @@ def watch_use(inputs: Sequence[Tensor], outputs: Sequence[Tensor], told: Callabl
                 todo.append(following)
     for (node, number), each in parts.items():
         node.register_prehook(_arrives(number, each, told))
+
+
+def leaves_behind(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:
+    """Return the leaves that outputs depend on otherwise than through inputs."""
+    seen: set[Any] = {get_gradient_edge(tensor).node for tensor in inputs}
+    todo = [tensor.grad_fn or get_gradient_edge(tensor).node for tensor in outputs if tensor.requires_grad]
+    found = []
+    while todo:
+        node: Any = todo.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        if hasattr(node, "variable"):
+            found.append(node.variable)
+        todo += [following for following, _ in node.next_functions if following is not None]
+    return found
 
 
 def _sends(places: list[tuple[int, list[Tensor]]]) -> Callable[[Any, Any], None]:

@@ -39,6 +39,24 @@ _DEPTH = 6  # of containers in containers that are looked into
 _is_not: Callable[[Any, Any], bool] = operator.is_not
 
 
+class _Same:
+    """An object as part of a key: equal to itself alone, and held, so that no other one gets its id."""
+
+    __slots__ = ("_value",)
+
+    def __init__(self, value: Any) -> None:
+        self._value = value
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other._value is self._value
+
+    def __hash__(self) -> int:
+        return id(self._value)
+
+    def __repr__(self) -> str:
+        return f"_Same({id(self._value)})"
+
+
 class Structure:
     """The structure of one block as it is now.
 
@@ -84,7 +102,7 @@ class Structure:
         if isinstance(value, StandIn):
             return StandIn
         if isinstance(value, types.MethodType):
-            return "method", id(value.__func__), self._describe(value.__self__, owner, name, depth - 1)
+            return "method", _Same(value.__func__), self._describe(value.__self__, owner, name, depth - 1)
         if id(value) in self._names:
             return "module", self._names[id(value)]
         inner: tuple[Any, ...] | None = None
@@ -108,7 +126,7 @@ class Structure:
             return type(value), *[(k, self._describe(v, owner, name, depth - 1)) for k, v in value.items()]
         if _is_object(value):
             self._watch(vars(value))  # a configuration that the modules share
-        return "object", id(value)
+        return "object", _Same(value)
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""

@@ -39,7 +39,7 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--size", choices=SIZES, default="tiny", help="shape of a random model")
     parser.add_argument("--model", help="folder, hub id or .gguf file instead of --size")
-    parser.add_argument("--quantize", default="nf4", help="nf4, int8 or none (fp8, nvfp4: later releases)")
+    parser.add_argument("--quantize", default="nf4", help="nf4, int8, fp8, nvfp4 or none")
     parser.add_argument("--prefer", default="exact", help="wrap()'s prefer: exact or speed")
     parser.add_argument(
         "--stock", action="store_true", help="plain PyTorch instead: no wrap, whole logits, bf16 base"

@@ -221,3 +221,9 @@ def test_a_model_that_is_not_there(tmp_path):
     result = CliRunner().invoke(app, ["plan", str(tmp_path / "config.json"), *MACHINE])
     assert result.exit_code == 2
     assert "hidden_size is missing" in result.stderr
+
+
+def test_a_slow_rate_is_not_shown_as_none():
+    from trainstream.cli.plan import _rate
+
+    assert [_rate(x) for x in (0.1234, 3.21, 12.6, 1671.2)] == ["0.12", "3.2", "13", "1,671"]

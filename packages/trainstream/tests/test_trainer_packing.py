@@ -130,6 +130,20 @@ def test_what_cannot_be_packed_is_refused(tmp_path):
         )
 
 
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"packing": 1}, "packing: expected an integer >= 2"),  # a row of one token has nothing to predict
+        ({"pack": True}, "no option 'pack'"),
+        ({"packng": True}, "did you mean packing"),
+        ({"save_in_backgroud": True}, "did you mean save_in_background"),
+    ],
+)
+def test_wrong_options_of_the_trainer(tmp_path, options, words):
+    with pytest.raises(OptionError, match=words):
+        TrainStreamTrainer(model=build(), args=arguments(tmp_path), trainstream=options)
+
+
 def test_the_collator_works_with_a_stock_trainer(tmp_path):
     rows = ragged([9, 4, 13, 6])
     model = build()

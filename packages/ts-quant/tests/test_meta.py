@@ -109,6 +109,10 @@ def test_a_published_format_is_kept_as_it_came(published):
 def test_a_published_format_is_not_made(published):
     with pytest.raises(OptionError, match=r"test-published.*makes none.*'nf4'"):
         quantize(torch.ones(4, 3), "test-published")
+    for wrong in ("q4", ["nf4"]):
+        with pytest.raises(OptionError, match=r"expected one of .*'nf4'.*'fp8'") as error:
+            quantize(torch.ones(4, 3), wrong)
+        assert "test-published" not in str(error.value)
 
 
 def test_wrong_parts_of_a_published_format(published):

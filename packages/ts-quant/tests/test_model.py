@@ -90,6 +90,12 @@ def test_trained_weights_are_left_alone(model):
     assert packed_names(model) == {name for name in WEIGHTS if not name.startswith("layers.1.")}
 
 
+def test_a_model_without_frozen_weights_is_not_passed_over_in_silence(model, caplog):
+    model.requires_grad_(True)
+    assert quantize_model(model, "int8")["tensors"] == 0
+    assert "requires_grad_(False)" in caplog.text
+
+
 def test_other_dtypes_are_left_alone(model):
     model.layers[0].double()
     quantize_model(model)

@@ -10,7 +10,7 @@ from ts_core import registry
 from ts_core.errors import ArgumentTypeError, OptionError, message
 from ts_core.options import boolean, choice, integer
 
-from .codecs import Meta, PackedCodec, resolve
+from .codecs import Meta, PackedCodec, encoding_names, resolve
 from .tensor import QuantizedTensor
 
 __all__ = ["dequantize", "quantize"]
@@ -30,7 +30,13 @@ def find_codec(option: str, value: Any, device: torch.device | str | None = None
     Raises:
         OptionError: No codec of this name.
     """
-    name = choice(option, value, (*registry.codecs(), "fp8"))
+    known = registry.codecs()
+    # Codecs that only decode are refused with a message of their own, and not offered.
+    name = (
+        value
+        if isinstance(value, str) and value in known
+        else choice(option, value, (*encoding_names(), "fp8"))
+    )
     return registry.codec(resolve(name, device))
 
 

@@ -111,6 +111,11 @@ def quantize_model(
     fit = integer("error_rank", error_rank, minimum=0), integer("error_iters", error_iters, minimum=1)
     pins = _Pins(None if pin_budget is None else parse_bytes(pin_budget, name="pin_budget"))
     weights = quantizable_weights(model, find_blocks(model, blocks))
+    if not weights and not any(isinstance(p, QuantizedTensor) for p in model.parameters()):
+        _LOG.warning(
+            "quantize_model packed nothing: no block holds a frozen matrix. "
+            "Freeze what is to be packed first: model.requires_grad_(False)"
+        )
     for weight in weights:
         _check_finite(weight)
     totals = {"tensors": 0, "kept_precise": 0, "bytes_before": 0, "bytes_after": 0}

@@ -375,7 +375,12 @@ def _result(console: Console, taken: Prediction, room: Room, cpu: bool) -> None:
     if taken.disk_bytes:
         peaks.append(f"{format_bytes(taken.disk_bytes)} of files")
     console.say(f"fits       at its peak it takes {', '.join(peaks)}")
-    console.say(f"speed      {taken.step_s:.3g} s a step, {taken.tokens_per_s:,.0f} tokens/s")
+    console.say(f"speed      {taken.step_s:.3g} s a step, {_rate(taken.tokens_per_s)} tokens/s")
+
+
+def _rate(per_second: float) -> str:
+    """Spell a rate: whole numbers, and two digits of one below 10."""
+    return f"{per_second:,.0f}" if per_second >= 10 else f"{per_second:.2g}"
 
 
 def _refuse(
@@ -401,7 +406,7 @@ def _refuse(
     console.say("\ndoes not fit")
     for entry in options:
         speed = entry["prediction"]["tokens_per_s"]
-        console.say(f"would fit  {entry['change']}: at least {speed:,.0f} tokens/s")
+        console.say(f"would fit  {entry['change']}: at least {_rate(speed)} tokens/s")
     if not options:
         console.say("nothing that was tried fits: a smaller model, or a machine with more memory")
     return 1

@@ -150,7 +150,7 @@ class Settings:
     eval_data: tuple[str, ...] = _key((), _strs, "held-out files; default: documents set aside from data")
     method: str = _key("lora", _one_of("lora", "full"), "lora: adapters on a frozen base; full: every weight")
     quantize: str | None = _key(
-        None, _codec, "codec of the frozen base: nf4, int8 or none; default nf4 (full: none)"
+        None, _codec, "codec of the frozen base: nf4, int8, fp8, nvfp4 or none; default nf4 (full: none)"
     )
     lora_r: int = _key(16, _int(1), "rank of the adapters", "rank", "r")
     lora_alpha: float = _key(32.0, _number(above=0.0), "scale of the adapters", "alpha")

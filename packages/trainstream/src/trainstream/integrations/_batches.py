@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from torch import nn
@@ -15,9 +16,18 @@ from ts_core.options import integer
 from ts_hf.isolation import isolate_documents
 from ts_hf.packing import PackedCollator, flatten_rows
 
-__all__ = ["RowPacking", "packing_option", "recompute_of"]
+__all__ = ["RowPacking", "packing_option", "recompute_of", "refuse_misspelled"]
 
 LOGGER = logging.getLogger("trainstream")
+_OWN = ("chunked_loss", "events", "loss_chunk_size", "packing", "save_in_background")
+
+
+def refuse_misspelled(options: Iterable[str]) -> None:
+    """Raise `OptionError` for a name that is nearly one of the Trainer's own options."""
+    for name in options:
+        near = difflib.get_close_matches(name, _OWN, n=1, cutoff=0.8)
+        if near:
+            raise OptionError(f"TrainStreamTrainer has no option {name!r}; did you mean {near[0]}?")
 
 
 def packing_option(value: Any) -> bool | int:
@@ -26,7 +36,7 @@ def packing_option(value: Any) -> bool | int:
         return value
     if not isinstance(value, int):
         raise OptionError(f"option packing: expected False, True or the tokens of a row, given {value!r}")
-    return integer("packing", value, minimum=1)
+    return integer("packing", value, minimum=2)  # a row of one token has nothing to predict
 
 
 class _TrainingCollator:

@@ -31,9 +31,9 @@ from trainstream._folders import replace_folder, sweep
 from trainstream._options import WrapOptions
 from trainstream._session import session_of
 from trainstream.integrations._background import background_option, load_optimizer
-from trainstream.integrations._batches import RowPacking, packing_option, recompute_of
+from trainstream.integrations._batches import RowPacking, packing_option, recompute_of, refuse_misspelled
 from trainstream.integrations._chunking import chunking_obstacle, loss_in_chunks
-from trainstream.integrations._clipping import clip_gradients_
+from trainstream.integrations._clipping import can_clip, clip_gradients_
 from trainstream.integrations._metrics import LogMetrics
 from trainstream.integrations._plan_file import SavedPlan, read_plan, write_plan
 from ts_core.errors import ArgumentTypeError, OptionError
@@ -171,6 +171,7 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
             raise OptionError(
                 f"option {name}: the Trainer takes it from TrainingArguments.{_FROM_ARGUMENTS[name]}"
             )
+        refuse_misspelled(options)
         WrapOptions.from_kwargs(**options)
         self._wrap_options = options
         self._need_logits = False
@@ -281,11 +282,11 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
         """Clip by the norm that the optimizer would take, so that placement does not change its bits."""
-        norm = None
-        if session_of(self.model) is not None and self.accelerator.num_processes == 1:
-            self.accelerator.unscale_gradients()
-            norm = clip_gradients_(self.optimizer, self.args.max_grad_norm)
-        return super()._clip_grad_norm(model) if norm is None else norm
+        alone = session_of(self.model) is not None and self.accelerator.num_processes == 1
+        if not alone or not can_clip(self.optimizer):
+            return super()._clip_grad_norm(model)
+        self.accelerator.unscale_gradients()
+        return clip_gradients_(self.optimizer, self.args.max_grad_norm)
 
     # ----------------------------------------------------------------------------------------- loss
 

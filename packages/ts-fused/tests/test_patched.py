@@ -7,6 +7,7 @@ import pytest
 import torch
 from test_checked import LlamaNorm
 from torch import nn
+from torch.nn.utils import parametrize
 
 from ts_core.testing import assert_bit_equal, devices
 from ts_fused import _checked_lora, check_fused, checked, patch_fused
@@ -219,6 +220,40 @@ def test_copies_of_patched_modules_are_patched_too(copied):
     patch.undo()
     close(other(x, ANGLES), attention(x, ANGLES))
     assert layers_called(other) == [1, 1, 1, 1]
+
+
+def _hooked_dropout(layer):
+    layer.lora_dropout["default"].register_forward_hook(lambda module, args, output: output * 2)
+
+
+def _parametrized_factor(layer):
+    parametrize.register_parametrization(layer.lora_A["default"], "weight", nn.Tanh())
+
+
+def _parametrized_base(layer):
+    parametrize.register_parametrization(layer.base_layer, "weight", nn.Tanh())
+    layer.base_layer.requires_grad_(False)
+
+
+def _parametrized_bias(layer):
+    parametrize.register_parametrization(layer.base_layer, "bias", nn.Tanh())
+    layer.base_layer.requires_grad_(False)
+
+
+CHANGES = [_hooked_dropout, _parametrized_factor, _parametrized_base, _parametrized_bias]
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_layers_changed_after_the_comparison_run_their_own_code(change):
+    attention, x = Attention(), torch.randn(2, 16)
+    patch_fused(attention)
+    change(attention.k)
+    forget_calls(attention)
+    got, calls = attention(x, ANGLES), layers_called(attention)
+    assert calls[1] == 1
+    for layer in (attention.q, attention.k, attention.v, attention.o, attention):
+        del layer.__dict__["forward"]
+    close(got, attention(x, ANGLES))
 
 
 @pytest.mark.parametrize("mode", [False, True])

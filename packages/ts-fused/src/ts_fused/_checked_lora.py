@@ -19,9 +19,15 @@ def looks_like_lora(module: Any) -> bool:
     return there and type(module.base_layer).forward is nn.Linear.forward
 
 
+def _own_parameters(module: Any) -> bool:
+    """Whether weight and bias are parameters, and not computed from others by a parametrization."""
+    return "weight" in module._parameters and "bias" in module._parameters
+
+
 def _plain_factor(module: Any) -> bool:
     return (
         type(module).forward is nn.Linear.forward
+        and _own_parameters(module)
         and module._parameters["bias"] is None
         and not hooked(module)
     )
@@ -31,12 +37,13 @@ def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
     """Describe a layer as it stands, or return None where its own code must run.
 
     Its own code runs while adapters are disabled or merged, for DoRA and other variants, with dropout, with
-    hooks on one of the parts, with a trained base, and where input and base differ in dtype.
+    hooks on one of the parts or a parametrization, with a trained base, and where input and base differ in
+    dtype.
     """
     # Children from their dictionary: this runs at every call, and an attribute of a module costs a search.
     parts = layer._modules
     base = parts["base_layer"]
-    if layer.disable_adapters or layer.merged or hooked(base):
+    if layer.disable_adapters or layer.merged or hooked(base) or not _own_parameters(base):
         return None
     variants = layer.__dict__.get("lora_variant") or parts.get("lora_variant") or ()
     factors_a, factors_b, dropouts = (parts[key]._modules for key in ("lora_A", "lora_B", "lora_dropout"))
@@ -46,6 +53,7 @@ def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
             continue
         a, b, dropout = factors_a[name], factors_b[name], dropouts[name]
         drops = type(dropout) is not nn.Identity and layer.training and getattr(dropout, "p", 1.0) != 0.0
+        drops = drops or hooked(dropout)
         if name in variants or drops or not _plain_factor(a) or not _plain_factor(b):
             return None
         a, b = a._parameters["weight"], b._parameters["weight"]

@@ -53,10 +53,10 @@ class Verdict:
 def replaced(module: Any) -> bool:
     """Whether a module's `forward` is not its class's. Copies of patched modules hold that one themselves."""
     own = getattr(module, "__dict__", {}).get("forward")
-    its = own is None or (
-        isinstance(own, MethodType) and own.__self__ is module and own.__func__ is type(module).forward
-    )
-    return not its
+    if own is None:
+        return False
+    code = getattr(type(module), "forward", None)
+    return not (isinstance(own, MethodType) and own.__self__ is module and own.__func__ is code)
 
 
 def hooked(module: Any) -> bool:

@@ -187,6 +187,18 @@ def test_one_that_fails_says_so_at_the_next_step_and_leaves_the_one_before(tmp_p
     assert all(torch.equal(found[n], p) for n, p in model.named_parameters() if n in found)
 
 
+def test_a_folder_of_somebody_else_stays(tmp_path):
+    model, _ = wrapped()
+    session = model._trainstream_session
+    (tmp_path / "saved.old").mkdir()
+    (tmp_path / "saved.old/mine").write_text("kept")
+    for _ in range(2):  # the second time one is replaced
+        session.save(tmp_path / "saved")
+        session.load_optimizer(tmp_path / "saved")
+    assert (tmp_path / "saved.old/mine").read_text() == "kept"
+    assert {path.name for path in tmp_path.iterdir()} == {"saved", "saved.old"}
+
+
 def test_one_that_nobody_asked_about_is_logged_at_the_end(tmp_path, caplog):
     folder = tmp_path / "missing"
     save_in_background([(folder / "a.safetensors", {"w": torch.ones(2)}, None)])._thread.join()
@@ -271,6 +283,9 @@ def case(name):
     saving.write_tensor = write
     if name == "name":
         folders._sync_tree = die
+    rename = Path.rename
+    if name == "between":
+        Path.rename = lambda path, to: die() if to.name == "saved" else rename(path, to)
     session.save(place / "saved", background=True)
     t.train(model, optimizer, 3)
 
@@ -283,7 +298,8 @@ for name in {names!r}:
     codes[name] = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
 print(json.dumps(codes))
 """
-MOMENTS = ["1", "20", "name", "end"]  # the number of a tensor, before it gets its name, after the end
+# The number of a tensor, before it gets its name, when the one before has lost it, after the end.
+MOMENTS = ["1", "20", "name", "between", "end"]
 
 
 @pytest.fixture(scope="module")
@@ -305,10 +321,9 @@ def test_killed_in_the_middle_the_one_before_is_whole(killed, moment):
     train(model, optimizer, 1)
     if moment == "end":
         train(model, optimizer, 1)
+    model._trainstream_session.load_optimizer(folder / moment / "saved")
     found = load_file(folder / moment / "saved/model.safetensors")
     assert all(torch.equal(found[n], p) for n, p in model.named_parameters() if n in found)
-    model._trainstream_session.load_optimizer(folder / moment / "saved")
-    trainstream._folders.sweep(folder / moment)
     assert [path.name for path in (folder / moment).iterdir()] == ["saved"]
 
 

@@ -39,6 +39,16 @@ def test_other_optimizers_are_kept_as_they_are(tmp_path, name, options):
         torch.testing.assert_close(p.detach(), q.detach(), rtol=1e-5, atol=1e-6, msg=key)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_are_unscaled_once_before_they_are_clipped(tmp_path, monkeypatch, dtype):
+    args = arguments(tmp_path, optim="sgd", max_steps=2, max_grad_norm=0.1)
+    trainer = TrainStreamTrainer(model=build().to(dtype), args=args, train_dataset=random_rows(4))
+    calls = []
+    monkeypatch.setattr(trainer.accelerator, "unscale_gradients", lambda *_: calls.append(1))
+    trainer.train()
+    assert len(calls) == 2  # a GradScaler raises when it is asked twice in a step
+
+
 @pytest.mark.parametrize("name", ["lomo", "galore_adamw_layerwise"])
 def test_an_optimizer_that_updates_in_backward_is_refused(tmp_path, name):
     with pytest.raises(OptionError, match=f"optim='{name}'"):

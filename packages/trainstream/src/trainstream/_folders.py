@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
-__all__ = ["discard_folder", "replace_folder", "sweep", "write_folder"]
+__all__ = ["discard_folder", "replace_folder", "settle", "sweep", "write_folder"]
 
 _OLD = re.compile(r"^checkpoint-\d+\.old$")
 _STAGING = re.compile(r"^\.saving-(\d+)-")
@@ -42,15 +42,16 @@ def discard_folder(folder: Path) -> None:
         shutil.rmtree(doomed, ignore_errors=True)
 
 
-def replace_folder(staged: Path, final: Path) -> None:
+def replace_folder(staged: Path, final: Path, *, hidden: bool = False) -> None:
     """Give a finished folder its name, replacing one that is there already; at no time is neither complete.
 
     Args:
         staged: The finished folder, on the same file system.
         final: Its name. A folder of that name is kept as `<name>.old` until the new one is in place.
+        hidden: Keep it as `.<name>.old`, for names that are not ours: `<name>.old` may be somebody's.
     """
     _sync_tree(staged)
-    old = final.with_name(final.name + ".old")
+    old = _hidden_old(final) if hidden else final.with_name(final.name + ".old")
     if final.exists():
         discard_folder(old)
         final.rename(old)
@@ -95,6 +96,31 @@ def sweep(folder: Path) -> None:
                 discard_folder(entry)
             else:
                 entry.rename(final)
+
+
+def _hidden_old(final: Path) -> Path:
+    return final.with_name(f".{final.name}.old")
+
+
+def settle(final: Path) -> None:
+    """Finish or undo what a dead process left of `replace_folder(..., hidden=True)`, whatever the name.
+
+    Args:
+        final: The folder; nothing happens while another process is saving it.
+    """
+    if not final.parent.is_dir():
+        return
+    old = _hidden_old(final)
+    for entry in list(final.parent.iterdir()):
+        staging = _STAGING.match(entry.name)
+        if staging and entry.name[staging.end() :] in (final.name, f"removing-{old.name}"):
+            if _alive(int(staging[1])):
+                return
+            shutil.rmtree(entry, ignore_errors=True)
+    if old.is_dir() and final.exists():
+        discard_folder(old)
+    elif old.is_dir():
+        old.rename(final)
 
 
 def _alive(pid: int) -> bool:

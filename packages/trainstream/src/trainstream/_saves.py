@@ -14,7 +14,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from trainstream._folders import replace_folder
+from trainstream._folders import replace_folder, settle
 from trainstream._nested import flatten, unflatten
 from ts_core.errors import CheckpointError
 from ts_hf.background import BackgroundSave, save_in_background
@@ -101,6 +101,7 @@ def save(
     """Do what `Session.save` says."""
     session.settle_save()
     final = Path(folder).expanduser()
+    settle(final)
     staging = final.parent / f".saving-{os.getpid()}-{final.name}"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(parents=True)
@@ -111,7 +112,7 @@ def save(
         files += weight_files(session.model, staging)
         saving = save_in_background(
             files,
-            partial(replace_folder, staging, final),
+            partial(replace_folder, staging, final, hidden=True),
             optimizers=optimizers,
             copy_bytes=session.copy_bytes() if copy_bytes is None else copy_bytes,
             failed=discard,

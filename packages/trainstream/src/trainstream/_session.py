@@ -239,16 +239,22 @@ class Session:
     def load_optimizer(self, folder: str | os.PathLike[str]) -> None:
         """Take over the optimizer's state that `save` wrote.
 
+        Where a process died while it gave a new folder the name of one that was there, that one is put back.
+
         Args:
             folder: As for `save`.
 
         Raises:
             CheckpointError: The file is missing, damaged, or of other parameters.
         """
+        from trainstream._folders import settle
         from trainstream._saves import read_optimizer  # as in save()
 
+        self.settle_save()
+        place = Path(folder).expanduser()
+        settle(place)
         if self.optimizer is not None:
-            self.optimizer.load_state_dict(read_optimizer(Path(folder)))
+            self.optimizer.load_state_dict(read_optimizer(place))
 
     def settle_save(self) -> None:
         """Wait for a save under way in the background; what went wrong with it is raised."""

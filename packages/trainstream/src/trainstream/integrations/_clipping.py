@@ -10,12 +10,26 @@ from torch.optim import Optimizer
 
 from ts_optim import grad_sumsq
 
-__all__ = ["clip_gradients_"]
+__all__ = ["can_clip", "clip_gradients_"]
 
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def clip_gradients_(optimizer: Optimizer, max_norm: float) -> torch.Tensor | None:
+def _gradients(optimizer: Optimizer) -> list[torch.Tensor]:
+    grads = (p.grad for group in optimizer.param_groups for p in group["params"])
+    return [grad for grad in grads if grad is not None]
+
+
+def can_clip(optimizer: Optimizer) -> bool:
+    """Whether every gradient is of a kind that `clip_gradients_` takes: dense, fp32, bf16 or fp16."""
+    plain = (torch.Tensor, torch.nn.Parameter)
+    return all(
+        type(grad) in plain and grad.layout is torch.strided and grad.dtype in _DTYPES
+        for grad in _gradients(optimizer)
+    )
+
+
+def clip_gradients_(optimizer: Optimizer, max_norm: float) -> torch.Tensor:
     """Scale the gradients of an optimizer's parameters to a global norm of at most `max_norm`.
 
         g <- g * min(1, max_norm / (norm + 1e-6))
@@ -24,18 +38,13 @@ def clip_gradients_(optimizer: Optimizer, max_norm: float) -> torch.Tensor | Non
     gradient is; here every sum is float64, in a fixed order, as `OffloadAdamW(max_grad_norm=)` has it.
 
     Args:
-        optimizer: Its parameters' `grad` are changed.
+        optimizer: Its parameters' `grad` are changed; `can_clip` says whether they can be.
         max_norm: Largest norm, or infinity to measure only.
 
     Returns:
-        The norm before, fp32 on the CPU; None, with nothing changed, where a gradient is of another kind
-        (sparse, distributed, float64).
+        The norm before, fp32 on the CPU.
     """
-    grads = [p.grad for group in optimizer.param_groups for p in group["params"]]
-    grads = [grad for grad in grads if grad is not None]
-    plain = (torch.Tensor, torch.nn.Parameter)
-    if any(type(g) not in plain or g.layout is not torch.strided or g.dtype not in _DTYPES for g in grads):
-        return None
+    grads = _gradients(optimizer)
     places: dict[torch.device, list[int]] = {}
     for index, grad in enumerate(grads):
         places.setdefault(grad.device, []).append(index)

@@ -135,6 +135,21 @@ def test_the_first_call_that_counts_decides(monkeypatch):
     assert "forward" not in module.__dict__
 
 
+def test_measuring_without_memory_does_not_end_the_step(monkeypatch):
+    def full(*args, **options):
+        raise torch.OutOfMemoryError("full")
+
+    told = []
+    choice = open_choice(monkeypatch, 1, told.append)
+    monkeypatch.setattr(attention, "time_attention", full)
+    module, x = Attends(), torch.randn(1, 2, 16, 8)
+    want = module(x)
+    choice.put([module])
+    assert_bit_equal(module(x), want)
+    assert (choice.open, choice.backend, told) == (False, None, [choice])
+    assert "no memory" in choice.why
+
+
 def test_it_gives_up_where_nothing_attends(monkeypatch):
     told = []
     choice = open_choice(monkeypatch, 1, told.append)

@@ -113,6 +113,14 @@ def test_a_new_tensor_in_the_place_of_an_old_one_is_not_taken_for_it():
         del x
 
 
+def test_parameters_are_not_shared(quantizations):
+    x = nn.Parameter(make_tensor((4, 64), dtype=BF16))
+    with emulated():
+        for size in (16, 32):
+            nn.functional.linear(x, weight_of("fp8_row", (size, 64)))
+    assert len(quantizations) == 2
+
+
 def test_inputs_whose_writes_nobody_counts_are_not_shared():
     with torch.inference_mode():
         x = torch.ones(3)

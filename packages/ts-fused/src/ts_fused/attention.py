@@ -263,7 +263,11 @@ class AttentionChoice:
         options = {**dict(zip(("dropout_p", "is_causal"), args, strict=False)), **kwargs}
         q, k, v = (t.detach() for t in (query, key, value))
         # math is never the fastest here, and would take memory for every pair of tokens.
-        self.times = time_attention(q, k, v, backends=("cudnn", "efficient", "flash"), **options)
+        try:
+            self.times = time_attention(q, k, v, backends=("cudnn", "efficient", "flash"), **options)
+        except torch.OutOfMemoryError:  # copies of the inputs and their gradients: the call itself may fit
+            self._close("there was no memory to measure in")
+            return
         self.backend = self.times.fastest
         self._close("" if self.backend else "no other kernel is faster")
 

@@ -196,6 +196,7 @@ def _twin(module: nn.Module, children: dict[str, nn.Module], training: bool) -> 
     """Make a module of the same code and attributes, with other children: nothing of the model is touched."""
     twin: nn.Module = object.__new__(type(module))
     twin.__dict__ = dict(module.__dict__)
+    twin.__dict__.pop("forward", None)  # of a copy: its own, but bound to the module
     twin.__dict__["_modules"] = {**module._modules, **children}
     twin.training = training
     return twin

@@ -80,7 +80,7 @@ def _not_alone(x: torch.Tensor) -> bool:
     """Whether writes to a tensor are not counted, or something traces."""
     return (
         torch.compiler.is_compiling()
-        or type(x) not in (torch.Tensor, torch.nn.Parameter)
+        or type(x) is not torch.Tensor  # optimizers may write to a Parameter by its pointer
         or x.is_inference()
         or torch._C._functorch.is_functorch_wrapped_tensor(x)
         or bool(torch._C._len_torch_dispatch_stack())

@@ -224,3 +224,12 @@ def test_no_checkpoint_is_said_plainly(tmp_path):
     with pytest.raises(CheckpointError, match="no complete checkpoint"):
         latest(tmp_path)
     assert checkpoints(tmp_path / "nowhere") == []
+
+
+def test_a_hidden_replacement_leaves_folders_of_others(tmp_path):
+    for name, text in (("base", "before"), ("base.old", "mine"), (".base.old", "of a save that died")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "a").write_text(text)
+    write_folder(tmp_path / "base", lambda folder: (folder / "a").write_text("new"), hidden=True)
+    found = {path.name: (path / "a").read_text() for path in tmp_path.iterdir()}
+    assert found == {"base": "new", "base.old": "mine"}

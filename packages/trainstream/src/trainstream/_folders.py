@@ -60,14 +60,17 @@ def replace_folder(staged: Path, final: Path, *, hidden: bool = False) -> None:
     discard_folder(old)
 
 
-def write_folder(final: Path, write: Callable[[Path], None]) -> None:
+def write_folder(final: Path, write: Callable[[Path], None], *, hidden: bool = False) -> None:
     """Write a folder atomically: `write(temporary folder)`, fsync, rename.
 
     Args:
         final: The folder to make; its parent is created if needed.
         write: Fills the folder it is given. If it raises, nothing of the attempt remains.
+        hidden: As for `replace_folder`.
     """
     final.parent.mkdir(parents=True, exist_ok=True)
+    if hidden:
+        settle(final)
     staging = final.parent / f".saving-{os.getpid()}-{final.name}"
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir(mode=0o700)
@@ -77,7 +80,7 @@ def write_folder(final: Path, write: Callable[[Path], None]) -> None:
         mask = os.umask(0)
         os.umask(mask)
         staging.chmod(0o777 & ~mask)
-        replace_folder(staging, final)
+        replace_folder(staging, final, hidden=hidden)
     finally:
         shutil.rmtree(staging, ignore_errors=True)
 

@@ -273,7 +273,7 @@ def check_replaceable(folder: Path) -> None:
 def _write_model(folder: Path, write: Callable[[Path], None]) -> None:
     check_replaceable(folder)
     with storage_errors(folder):
-        write_folder(folder, write)
+        write_folder(folder, write, hidden=True)
 
 
 def _is_model(folder: Path) -> bool:

@@ -193,6 +193,15 @@ def test_tokens_of_inputs_that_are_no_ids_are_all_but_the_last_dimension():
     assert _tokens((), {}) == 0
 
 
+def test_optimizer_state_that_ram_has_no_room_for_where_no_weight_may_leave():
+    model = model_of(config_of(), lora=False)
+    ask = {"param_offload": False, "plan_tokens": 256}
+    with pytest.raises(DoesNotFitError):  # files would have room, but nothing may go there
+        decided_of(model, Room(64 << 20, 1 << 20, 1 << 40), CUDA, assumed_profile("cuda"), **ask)
+    decided = decided_of(model, Room(64 << 20, 1 << 30, 1 << 40), CUDA, assumed_profile("cuda"), **ask)
+    assert decided.layout.settled == tuple(range(7))
+
+
 def test_a_plan_with_a_single_slot_is_carried_out(monkeypatch):
     def single(*given, **more):
         found = decide(*given, **more)

@@ -335,9 +335,9 @@ def _into_files(tab: Tables, place: Tensor, policy: Tensor, room: Room) -> tuple
     short = missing(columns, room) > 0
     if not bool(short.any()):
         return place, policy
-    if not room.disk:
-        return place[~short], policy[~short]
     low = [i for i, n in enumerate(tab.allowed) if "host" in n and "disk" in n]
+    if not room.disk or not low:  # what may go to neither stays too large
+        return place[~short], policy[~short]
     size = tab.place[:, 2, HOST]
     large = max(low, key=lambda i: float(size[i]) * tab.counts[i])
     others = [i for i in low if i != large]

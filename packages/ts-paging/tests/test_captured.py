@@ -1,6 +1,7 @@
 """What changes around a captured block between or within passes is heard of: no gradient is wrong or lost."""
 
 import gc
+import threading
 import weakref
 
 import pytest
@@ -111,6 +112,32 @@ def test_gradients_of_adapters_do_not_hold_memory_of_others():
     grads = [p.grad for p in blocks[1].parameters() if p.requires_grad]
     storages = {grad.untyped_storage().data_ptr(): grad.untyped_storage().nbytes() for grad in grads}
     assert sum(storages.values()) == sum(grad.nbytes for grad in grads)
+
+
+def test_a_second_thread_is_refused_though_no_weight_is_paged(monkeypatch):
+    """It would write its inputs over those that the first one computes with."""
+    monkeypatch.setattr("ts_paging.turns._LINGERS", 0.01)
+    blocks, _ = make(paged=False)
+    train(blocks)
+    failures = []
+
+    def other():
+        try:
+            loss_of(blocks)
+        except StateError as error:
+            failures.append(str(error))
+
+    def beside(grad):
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+
+    x = torch.ones(4, 32).requires_grad_()
+    x.register_hook(beside)
+    blocks(x).sum().backward()
+    assert len(failures) == 1
+    assert "another thread" in failures[0]
+    loss_of(blocks).backward()
 
 
 def test_hooks_on_all_modules_see_what_is_inside():

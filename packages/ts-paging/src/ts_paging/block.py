@@ -364,7 +364,8 @@ class PagedBlock:
         Returns:
             What it returns; its gradients go the way of the block's.
         """
-        if self.slot is None:
+        # In block mode the module's tensors are exchanged too, and recordings have one set of addresses.
+        if self.slot is None and self.pager.block_mode is None:
             return self._compute(function, args, kwargs)
         with self.pager.turns.forward(self):
             return self._compute(function, args, kwargs)

@@ -322,6 +322,7 @@ class Run:
     def ready(self) -> None:
         """Have the weights in their place, as they were in forward."""
         block = self.block
+        block.pager.turns.backward()
         block.pager.activations.approach(self._parked)
         with torch._C.DisableTorchFunctionSubclass():
             if block.slot is not None and block.stamp() != self.stamp:

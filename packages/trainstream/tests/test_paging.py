@@ -142,8 +142,9 @@ def oracle(kind, sequence, codec, device):
 
 def check(kind, sequence, policy, codec="none", device="cpu", **options):
     losses, gradients, resident = oracle(kind, sequence, codec, device)
+    own = {"kernels": False, "fused_lora": False}  # the oracle's arithmetic; over packed weights "auto" fuses
     model, optimizer = trainstream.wrap(
-        build(kind), None, lr=1e-2, device=device, quantize=codec, **{**POLICIES[policy], **options}
+        build(kind), None, lr=1e-2, device=device, quantize=codec, **{**own, **POLICIES[policy], **options}
     )
     ours, grads = steps(model, optimizer, sequence, device)
     assert ours == losses

@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -499,6 +501,13 @@ def test_options_stay_with_the_tensor():
     again = QuantizedTensor.__tensor_unflatten__(parts, context, weight.shape, weight.stride())
     others = [weight.detach(), weight.clone(), weight.to(F32), copy.deepcopy(weight), weight[:16], again]
     others += [weight.with_packed(weight.packed), nn.Parameter(weight, requires_grad=False)]
+    fitted = weight.with_error(torch.ones(2, 64), torch.ones(64, 2))
+    others += [pickle.loads(pickle.dumps(w)) for w in (weight, fitted, others[-1])]
+    assert others[-2].error_a is not None
+    with io.BytesIO() as file:
+        torch.save(weight, file)
+        file.seek(0)
+        others.append(torch.load(file, weights_only=True))
     assert all(other.matmul_options == options for other in others)
 
 

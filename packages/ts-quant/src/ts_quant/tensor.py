@@ -239,10 +239,8 @@ class QuantizedTensor(torch.Tensor):
         Returns:
             `(..., columns)` in its dtype; None: multiply by the decoded weight.
         """
-        if grad.dtype != self._dtype or not grad.numel():
-            return None
         chosen = how(self.codec, self._shape, grad.dtype, grad.device, self.matmul_options)
-        if chosen is None or not chosen[2]:
+        if chosen is None or not chosen[2] or grad.dtype != self._dtype or not grad.numel():
             return None
         form = Form(chosen[0], self._shape, chosen[1], True, self.matmul_options.outliers)
         with torch.no_grad():
@@ -286,6 +284,8 @@ class QuantizedTensor(torch.Tensor):
         """Pickle the packed tensors; loads with `torch.load(weights_only=True)`."""
         is_parameter = bool(getattr(self, "_is_param", False))
         state = (self.packed, self.codec, tuple(self.shape), self.dtype, self.meta.plain(), is_parameter)
+        if self.matmul_options != DEFAULT:
+            return _rebuild, (*state, self.error_factors, tuple(self.matmul_options))
         return _rebuild, state if self.error_factors is None else (*state, self.error_factors)
 
     def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
@@ -407,9 +407,11 @@ def _rebuild(
     meta: Any,
     is_parameter: bool,
     error: tuple[torch.Tensor, torch.Tensor] | None = None,
+    matmul: tuple[Any, ...] = DEFAULT,
 ) -> QuantizedTensor:
     """Make a tensor from a pickle; the parts may come from anywhere, so they are checked."""
     made = QuantizedTensor.from_packed(packed, codec, shape, dtype, meta)
+    made.matmul_options = Matmul(*matmul)
     if error is not None:
         made = made.with_error(*error)
     if is_parameter:

@@ -7,14 +7,17 @@ import types
 import pytest
 import torch
 from conftest import tiny_llama
+from peft import LoraConfig, get_peft_model
 from tiny_models import save_tiny_model, tiny_config
 from torch import nn
+from transformers import LlamaForCausalLM
 from typer.testing import CliRunner
 
 from trainstream._verify import Verifier, checksum
 from trainstream.cli import app
 from ts_core.testing import devices
 from ts_paging.pager import WeightPager
+from ts_quant import quantize_model
 
 command = importlib.import_module("trainstream.cli.verify")  # the command is a function of that name
 NAMES = ["repeatable", "plain PyTorch", "streamed, keep", "streamed, offload", "streamed, recompute"]
@@ -55,6 +58,18 @@ def test_people_get_a_certificate_of_adapters_on_a_packed_base(tiny):
     assert "weights the checkpoint's" in result.stdout
     assert "lora, base nf4" in result.stdout
     assert result.stdout.splitlines()[-1] == "VERIFIED: streaming changes no bit of this training"
+
+
+@pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+def test_fused_kernels_are_not_taken_for_a_wrong_gradient(tmp_path):
+    """They are on over packed weights, and round otherwise than PyTorch's own."""
+    config = tiny_config(hidden_size=64, intermediate_size=128, num_hidden_layers=2)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).requires_grad_(False)
+    quantize_model(model, "nf4")
+    model = get_peft_model(model, LoraConfig(r=16, target_modules="all-linear", init_lora_weights=False))
+    check = Verifier(model, torch.device("cpu"), steps=2)._plain()
+    assert (check.status, check.detail.split(" first gradients")[0]) == ("ok", "first loss and 28")
 
 
 def test_wrong_weights_in_a_slot_are_found(tiny, monkeypatch):

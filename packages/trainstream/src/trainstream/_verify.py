@@ -243,7 +243,7 @@ class Verifier:
         with repeatable():
             resident = self.train(RESIDENT)
             yield self._repeats(resident)
-            yield self._guard("plain PyTorch", lambda: self._plain(resident))
+            yield self._guard("plain PyTorch", self._plain)
             streamed: list[Trace] = []
             for way, options in WAYS.items():
                 stream = partial(self._streams, resident, way, options, streamed)
@@ -266,27 +266,31 @@ class Verifier:
         detail = found or f"two resident runs are equal in every bit, checksum {resident.digest()}"
         return Check("repeatable", "failed" if found else "ok", detail, {"checksum": resident.digest()})
 
-    def _plain(self, resident: Trace) -> Check:
-        """The first forward and backward of the model as it is, without us."""
+    def _plain(self) -> Check:
+        """The first forward and backward of the model as it is, without us.
+
+        Fused kernels (on over packed weights) round otherwise than PyTorch's own: they are off here.
+        """
         model: Any = copy.deepcopy(self._model).to(self._device).train()
         torch.manual_seed(7)
         loss = self._loss(model, self._tokens[0][0].to(self._device)) / _MICRO
         loss.backward()  # type: ignore[no-untyped-call]
-        same = float(loss).hex() == resident.losses[0]
-        name, want = "plain PyTorch", float.fromhex(resident.losses[0])
+        name = "plain PyTorch"
         self._progress()
-        if not same:
-            return Check(name, "failed", f"its first loss is {float(loss):.9g}, wrapped it is {want:.9g}")
         grads = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
-        wrapped, _ = self._wrapped({**RESIDENT, "param_offload": True})
+        wrapped, _ = self._wrapped({**RESIDENT, "param_offload": True, "kernels": False, "fused_lora": False})
         try:
             torch.manual_seed(7)
-            (self._loss(wrapped, self._tokens[0][0].to(self._device)) / _MICRO).backward()  # type: ignore[no-untyped-call]
+            theirs_loss = self._loss(wrapped, self._tokens[0][0].to(self._device)) / _MICRO
+            theirs_loss.backward()  # type: ignore[no-untyped-call]
+            want = float(theirs_loss.detach())
             theirs = {n: p.grad for n, p in wrapped.named_parameters() if p.grad is not None}
             differ = [n for n in {**grads, **theirs} if n not in grads or n not in theirs]
             differ += [n for n, g in grads.items() if n in theirs and checksum(g) != checksum(theirs[n])]
         finally:
             trainstream.unwrap(wrapped)
+        if float(loss).hex() != want.hex():
+            return Check(name, "failed", f"its first loss is {float(loss):.9g}, wrapped it is {want:.9g}")
         if differ:
             return Check(name, "failed", f"first gradients differ in {_some(differ)}")
         return Check(

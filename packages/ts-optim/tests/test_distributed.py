@@ -84,6 +84,12 @@ def work(rank: int, folder: str) -> None:
     base.grad = torch.full((1,), 1.0 + rank).expand(4)
     expanded.step()
     result["expanded"] = base.grad
+    low = torch.nn.Parameter(torch.ones(50, dtype=torch.bfloat16))
+    uneven = OffloadAdamW([low], distributed=True, accumulation_steps=None, accumulate_fp32=True)
+    for part in range(2 - rank):  # rank 0 sums two, in fp32; rank 1 has one, in bfloat16
+        (low * torch.linspace(0.1, 0.7 + part, 50).bfloat16()).sum().backward()
+    uneven.step()
+    result["uneven"] = low.grad
     result["refusals"] = refusals(rank)
     dist.barrier()
     if rank == 0:
@@ -153,6 +159,13 @@ def test_it_is_torch_s_adamw_in_float64(ranks):
 def test_an_expanded_gradient_is_averaged_too(ranks):
     for rank in ranks:
         assert rank["expanded"].tolist() == [1.5] * 4
+
+
+def test_a_gradient_is_rounded_on_all_ranks_or_on_none(ranks):
+    parts = [torch.linspace(0.1, end, 50).bfloat16().float() for end in (0.7, 1.7, 0.7)]
+    expected = sum(parts) / 2
+    assert all(rank["uneven"].dtype is torch.float32 for rank in ranks)
+    assert all(torch.equal(rank["uneven"], expected) for rank in ranks)
 
 
 def test_what_one_rank_cannot_do_no_rank_does(ranks):

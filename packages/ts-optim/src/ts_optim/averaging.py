@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -26,7 +26,8 @@ from .slots import check_param
 __all__ = ["Averaging"]
 
 _BUCKET_BYTES = 64 << 20
-_ABSENT, _THERE, _UNFIT = 0, 1, 2
+_LOW = (torch.bfloat16, torch.float16)
+_ABSENT, _THERE, _WIDE, _UNFIT = 0, 1, 2, 3  # the largest of all ranks holds
 #: By default group: the group that sums host tensors, where the default one does not.
 _HOST_GROUPS: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
@@ -141,10 +142,12 @@ class Averaging:
                 f"[OffloadAdamW.step] another rank has a gradient of {which} that cannot be used; its own "
                 "message says why. No rank has taken the step"
             )
-        used = [index for index, mark in enumerate(marks.tolist()) if mark == _THERE]
+        kinds = marks.tolist()
+        used = [index for index, mark in enumerate(kinds) if mark != _ABSENT]
         chosen = [params[index] for index in used]
         for members in _buckets(chosen, self._kind):
-            self._average_bucket([(params[used[i]], grads[used[i]]) for i in members])
+            indices = [used[i] for i in members]
+            self._average_bucket([(params[i], grads[i], _dtype_of(params[i], kinds[i])) for i in indices])
 
     @staticmethod
     def _marks(
@@ -158,7 +161,7 @@ class Averaging:
         for index, (param, grad) in enumerate(zip(params, grads, strict=True)):
             if grad is None:
                 continue
-            marks[index] = _THERE
+            marks[index] = _WIDE if param.dtype in _LOW and grad.dtype not in _LOW else _THERE
             try:
                 check_param(param, grad, name(param))
             except Exception as error:
@@ -172,19 +175,24 @@ class Averaging:
         on_device = param.device.type != "cpu" and _takes(world, param.device.type)
         return torch.float64 if param.dtype is torch.float64 else torch.float32, on_device
 
-    def _average_bucket(self, members: Sequence[tuple[torch.Tensor, torch.Tensor | None]]) -> None:
+    def _average_bucket(
+        self, members: Sequence[tuple[torch.Tensor, torch.Tensor | None, torch.dtype]]
+    ) -> None:
         dtype, on_device = self._kind(members[0][0])
         device = members[0][0].device if on_device else torch.device("cpu")
-        flat = torch.zeros(sum(p.numel() for p, _ in members), dtype=dtype, device=device)
-        parts = _split(flat, [param for param, _ in members])
-        for (param, grad), part in zip(members, parts, strict=True):
+        flat = torch.zeros(sum(p.numel() for p, *_ in members), dtype=dtype, device=device)
+        parts = _split(flat, [param for param, *_ in members])
+        for (param, grad, _), part in zip(members, parts, strict=True):
             if grad is not None:
                 part.view(param.shape).copy_(grad)
         self._together(dist.all_reduce, flat, dist.ReduceOp.SUM, host=not on_device)
         flat.div_(self._world)
-        for (param, grad), part in zip(members, parts, strict=True):
-            if grad is None or not _writable(grad):
-                grad = torch.empty_like(param, dtype=param.dtype if grad is None else grad.dtype)
+        for (param, grad, dtype), part in zip(members, parts, strict=True):
+            if grad is None or grad.dtype is not dtype or not _writable(grad):
+                grad = torch.empty_like(param, dtype=dtype)
+                param.grad = None
+                if dtype is not param.dtype:  # it is refused otherwise
+                    cast(Any, param).grad_dtype = None
                 param.grad = grad
             grad.copy_(part.view(param.shape))
 
@@ -197,6 +205,11 @@ class Averaging:
                 f"[OffloadAdamW] an exchange with the other ranks failed: {error}. Weights and state of this "
                 "rank are as they were before the step; start all ranks again from a checkpoint"
             ) from error
+
+
+def _dtype_of(param: torch.Tensor, mark: int) -> torch.dtype:
+    """Dtype of a gradient on all ranks: what is rounded on one of them only would part their weights."""
+    return torch.float32 if mark == _WIDE else param.dtype
 
 
 def _writable(grad: torch.Tensor) -> bool:

@@ -305,6 +305,18 @@ def test_the_fused_rotary_function_hands_on_what_was_not_checked():
     assert seen == [torch.float64, torch.float16]
 
 
+def test_one_angle_for_all_tokens_is_left_to_the_modules_own_code():
+    def broadcasts(q, k, cos, sin, unsqueeze_dim=1):
+        cos, sin = cos.unsqueeze(unsqueeze_dim), sin.unsqueeze(unsqueeze_dim)
+        turned = [torch.cat((-t[..., 8:], t[..., :8]), -1) for t in (q, k)]
+        return q * cos + turned[0] * sin, k * cos + turned[1] * sin
+
+    module, x, angle = attention(broadcasts), torch.randn(2, 5, 32), torch.randn(1, 1, 16)
+    want = module(x, (angle, angle))
+    assert patch_fused(module).patched == ("",)
+    assert_bit_equal(module(x, (angle, angle)), want)
+
+
 def test_attention_that_is_left_alone():
     assert "differ" in check_fused(attention(wrong_way)).reason
     broken = check_fused(attention(lambda *a: 1 / 0))

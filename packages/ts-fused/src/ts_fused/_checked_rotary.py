@@ -75,7 +75,10 @@ def _fused(own: Callable[..., Any], form: Any, partial: bool, keeps_dtype: bool)
         width = cos.shape[-1] * (2 if once else 1)
         fits = (
             q.dim() == k.dim() == 4
-            and cos.dim() == sin.dim() == 3
+            and cos.dim() == 3
+            and (sin.shape, sin.dtype) == (cos.shape, cos.dtype)
+            and cos.shape[1] == q.shape[3 - where] == k.shape[3 - where]  # one angle may stand for all tokens
+            and (q.shape[0], q.shape[-1]) == (k.shape[0], k.shape[-1])
             and q.dtype == k.dtype
             and q.dtype in FLOATS
             and cos.dtype in FLOATS

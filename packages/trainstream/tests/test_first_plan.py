@@ -202,6 +202,17 @@ def test_optimizer_state_that_ram_has_no_room_for_where_no_weight_may_leave():
     assert decided.layout.settled == tuple(range(7))
 
 
+@pytest.mark.parametrize("device", [CPU, CUDA], ids=str)
+def test_too_many_tokens_are_what_is_named_where_weights_have_room(device):
+    host = None if device == CPU else 1 << 30
+    with pytest.raises(DoesNotFitError, match=r"100,000 tokens .*would help: fewer plan_tokens") as caught:
+        decided_of(
+            model_of(config_of(), lora=True), Room(6 << 20, host, 1 << 40), device,
+            assumed_profile(device.type), plan_tokens=100_000,
+        )  # fmt: skip
+    assert "at least" not in str(caught.value)  # what is there already
+
+
 def test_a_plan_with_a_single_slot_is_carried_out(monkeypatch):
     def single(*given, **more):
         found = decide(*given, **more)

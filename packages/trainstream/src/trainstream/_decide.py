@@ -200,9 +200,7 @@ def decide(
         return decided(_Found(codecs[0], formats[0], layout, specs), False, [])
     specs = specs_of(codecs[-1], tried[-1])
     if least_found is not None:
-        problem = DoesNotFitError(
-            f"no placement has room for {options.plan_tokens:,} tokens at once (plan_tokens)"
-        )
+        raise DoesNotFitError(_too_long(least_found.layout, bounds, options))
     raise DoesNotFitError(_refusal(problem, inventory, specs, everything, own, bounds, options))
 
 
@@ -347,6 +345,17 @@ def _why_codec(found: _Found, auto: bool, bounds: Limits) -> list[str]:
     room = format_bytes(bounds.budgets.device)
     need = format_bytes(found.layout.device_bytes)
     return [f"quantize=auto: {found.codec}, {need} of {room} with {len(found.layout.paged)} groups paged"]
+
+
+def _too_long(layout: Layout, bounds: Limits, options: WrapOptions) -> str:
+    """Say that weights have room, and so many tokens have not."""
+    name = "ram_budget" if bounds.budgets.host is None else "vram_budget"
+    return (
+        f"wrap(model): no placement has room for {options.plan_tokens:,} tokens at once (plan_tokens): with "
+        f"everything paged that can be, {format_bytes(layout.device_bytes)} of "
+        f"{format_bytes(bounds.budgets.device)} are taken before any activation. What would help: fewer "
+        f"plan_tokens, or None to plan for {TOKENS:,} and go by measurement; a larger {name}"
+    )
 
 
 def _refusal(

@@ -196,6 +196,12 @@ def test_a_given_optimizer_keeps_what_it_was_made_with():
     assert wrapped._trainstream_session.plan.numerics.moment_dtype == "bfloat16"
 
 
+def test_the_option_of_wrap_is_named_where_there_is_no_gpu(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(OptionError, match="option optimizer_mode='gpu' needs a CUDA device"):
+        trainstream.wrap(tiny_llama(), optimizer_mode="gpu")
+
+
 # -- what returns, as a pure choice ----------------------------------------------------------------------
 
 

@@ -342,6 +342,9 @@ def _adopt(
     model: nn.Module, optimizer: Optimizer | None, options: WrapOptions, moments: str
 ) -> tuple[Optimizer | None, str]:
     """Return the optimizer to use, with moments of that format, and the event that says how it came about."""
+    needs_gpu = options.optimizer_mode == "gpu" and not torch.cuda.is_available()
+    if needs_gpu and not isinstance(optimizer, OffloadAdamW):
+        raise OptionError("option optimizer_mode='gpu' needs a CUDA device; 'cpu' updates on host threads")
     settings: dict[str, Any] = {
         "max_grad_norm": options.max_grad_norm,
         "accumulation_steps": options.accumulation_steps,

@@ -332,6 +332,7 @@ class Tuner:
         What streams is first, blocks before the groups around them; then the optimizer's state of what has
         settled, in the order in which the next pass needs it.
         """
+        room += self._let_go_with_the_last(room)
         settling: list[int] = []
         returning: list[int] = []
         streaming = [i for i in sorted(self._paged - self._settled) if self._forced[i] is not True]
@@ -350,6 +351,12 @@ class Tuner:
                     returning.append(index)
         returning = self._together(returning)
         return [index for index in settling if index not in returning], returning
+
+    def _let_go_with_the_last(self, room: int) -> int:
+        """What updates in the background may hold: nothing, once everything that streams has returned."""
+        spare, needed = self._unseen(), sum(self._specs[index].device for index in self._paged)
+        every = not any(self._forced[index] is True for index in self._paged)
+        return spare if every and room < needed <= room + spare else 0
 
     def _together(self, returning: list[int]) -> list[int]:
         """Leave out units that have a Parameter in common with one that stays paged."""

@@ -33,6 +33,15 @@ def toy(width=16, depth=4):
     )
 
 
+@pytest.fixture
+def one_thread():
+    """Tiny tensors: more threads only wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(autouse=True)
 def _no_limit_of_another_test():
     """A test that fails before it unwraps leaves its limit on the GPU's memory."""

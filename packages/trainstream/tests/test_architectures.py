@@ -8,7 +8,6 @@ import itertools
 import os
 
 import pytest
-import torch
 from architectures import ARCHITECTURES, CODECS, PLACES, TRAININGS, compare, isolated
 
 from ts_core.errors import OptionError
@@ -25,18 +24,11 @@ CASES = [
 ]
 # What PEFT says of names that transformers renamed, of tied heads and of experts without a rank of their own.
 pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
     pytest.mark.filterwarnings(r"ignore::UserWarning:peft\..*"),
     pytest.mark.filterwarnings("ignore:.*(rank|alpha)_pattern:RuntimeWarning"),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize(("name", "training", "codec", "place"), CASES)

@@ -35,19 +35,12 @@ from ts_core.testing import devices
 from ts_fused import _checked_lora, checked
 from ts_quant import QuantizedTensor
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing:FutureWarning", "ignore::UserWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning", "ignore::UserWarning"),
+]
 FUSED = {"kernels": True, "fused_lora": True}
 OFF = {"kernels": False, "fused_lora": False, "attention": None}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(autouse=True)

@@ -21,13 +21,9 @@ CHOSEN = {"kernels": True, "fused_lora": True, "attention": "math"}
 
 
 @pytest.fixture(autouse=True)
-def _one_thread_and_small_sizes(monkeypatch):
+def _small_sizes_too(monkeypatch, one_thread):
     monkeypatch.setattr(_checked_lora, "WORTH_IT", 0)
     monkeypatch.setattr(checked, "WORTH_IT", {})
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def made():

@@ -13,18 +13,13 @@ from ts_core import registry
 from ts_core.testing import assert_bit_equal
 from ts_quant import QuantizedTensor, quantize_model
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
 CODECS = [name for name in registry.codecs() if getattr(registry.codec(name), "encodes", False)]
 PACKINGS = [(name, False) for name in CODECS] + [("nf4", True), ("int8", True)]
 RESUMED = [("mxfp8", False), ("fp8_row", False), ("nvfp4", False), ("nf4", True)]  # the slow one
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def base(packing, seed=0):

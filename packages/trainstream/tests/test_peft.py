@@ -14,9 +14,12 @@ from ts_hf.adapters import merge_adapters
 from ts_quant import QuantizedTensor
 
 # PEFT uses names that transformers has renamed, and reminds of what it saves.
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*gradient_checkpointing:FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
-)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings(
+        "ignore:.*gradient_checkpointing:FutureWarning", "ignore::UserWarning", "ignore::RuntimeWarning"
+    ),
+]
 PLACES = {
     "resident": {},
     "paged": {
@@ -39,14 +42,6 @@ KINDS = {
     "new tokens": {"trainable_token_indices": [3, 4]},
     "olora": {"init_lora_weights": "olora"},
 }
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def lora(model, name="default", **changes):

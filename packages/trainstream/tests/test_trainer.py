@@ -16,15 +16,10 @@ from ts_optim import OffloadAdamW
 from ts_quant import QuantizedTensor
 
 # PEFT uses a name that transformers has renamed.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
-    yield
-    torch.set_num_threads(before)
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
 
 
 def build(seed=0, **changes):

@@ -12,13 +12,7 @@ from trainstream.integrations.huggingface import TrainStreamTrainer
 from ts_core.errors import OptionError
 from ts_optim import OffloadAdamW
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)  # tiny tensors: more threads only wait for each other
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 @pytest.mark.parametrize("name", ["sgd", "adafactor", "rmsprop"])

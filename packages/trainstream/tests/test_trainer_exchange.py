@@ -12,16 +12,11 @@ from trainstream._session import session_of
 from ts_core.errors import CheckpointError, StateError
 from ts_optim import OffloadAdamW
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
 PLACEMENTS = ["resident", "paged"]
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture

@@ -11,13 +11,7 @@ from trainstream.integrations.huggingface import TrainStreamTrainer
 from trainstream.packing import PackedCollator
 from ts_core.errors import OptionError
 
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def ragged(lengths, seed=0, answers=None):

@@ -23,16 +23,11 @@ from trainstream.integrations._plan_file import (
 from ts_core.errors import CheckpointError
 from ts_core.plan import BlockPlan, Numerics, Plan
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
 RUN = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def wrapped(**options):

@@ -16,7 +16,10 @@ datasets = pytest.importorskip("datasets")
 from trainstream.integrations.huggingface import TrainStreamTrainer  # noqa: E402
 
 # TRL sets a name that transformers has renamed, on the values that TRL itself chooses.
-pytestmark = pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning"),
+]
 
 
 class SFT(TrainStreamTrainer, trl.SFTTrainer):
@@ -25,14 +28,6 @@ class SFT(TrainStreamTrainer, trl.SFTTrainer):
 
 class DPO(TrainStreamTrainer, trl.DPOTrainer):
     pass
-
-
-@pytest.fixture(autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 def settings(kind, folder, **changes):

@@ -52,8 +52,7 @@ def explain(error: BaseException, text: str) -> None:
 
 def refusal(session: Session) -> str:
     """Return why a micro-batch of this session cannot run again, or an empty text."""
-    options: Any = getattr(session.optimizer, "_options", None)
-    if getattr(options, "in_backward", False):
+    if getattr(session.optimizer, "works_in_backward", False):
         return "with eager=True weights change during backward, which cannot be undone"
     distributed = torch.distributed
     if distributed.is_available() and distributed.is_initialized() and distributed.get_world_size() > 1:

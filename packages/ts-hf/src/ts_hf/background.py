@@ -279,7 +279,7 @@ def save_in_background(
     """
     limit = default_copy_bytes() if copy_bytes is None else parse_bytes(copy_bytes, name="copy_bytes")
     for optimizer in optimizers:
-        if getattr(getattr(optimizer, "_options", None), "in_backward", False):
+        if getattr(optimizer, "works_in_backward", False):
             raise StateError(
                 "[save_in_background] with eager=True weights change during backward; save without it"
             )

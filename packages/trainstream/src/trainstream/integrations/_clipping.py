@@ -58,8 +58,9 @@ def clip_gradients_(optimizer: Optimizer, max_norm: float) -> torch.Tensor:
         total += value
     norm = math.sqrt(total)
     factor = max_norm / (norm + 1e-6)
-    if not factor > 1.0:  # a norm that is no number makes every gradient so, as torch's clipping does
+    if (
+        grads and not factor > 1.0
+    ):  # a norm that is no number makes every gradient so, as torch's clipping does
         with torch.no_grad():
-            for grad in grads:
-                grad.mul_(factor)
+            torch._foreach_mul_(grads, factor)  # few launches on a GPU; the same bits
     return torch.tensor(norm)

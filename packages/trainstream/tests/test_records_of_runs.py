@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from test_trainer import _one_thread, arguments, build
+from test_trainer import arguments, build
 from tiny_models import save_tiny_model, write_texts
 from typer.testing import CliRunner
 
@@ -16,7 +16,7 @@ from trainstream.integrations.huggingface import TrainStreamTrainer
 from ts_core.errors import OptionError
 from ts_core.lines import read_lines
 
-assert _one_thread  # a fixture for every test here
+pytestmark = pytest.mark.usefixtures("one_thread")
 WORDS = [
     "model=tiny", "data=texts", "seq_len=16", "batch_size=2", "dtype=fp32", "threads=1", "device=cpu",
     "eval_batches=0", "log_steps=2", "save_steps=0", "method=full",

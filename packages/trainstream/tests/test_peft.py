@@ -11,7 +11,7 @@ import trainstream
 from ts_core import registry
 from ts_core.errors import ArgumentTypeError, OptionError, StateError
 from ts_hf.adapters import merge_adapters
-from ts_quant import QuantizedTensor
+from ts_quant import QuantizedTensor, dequantize_model
 
 # PEFT uses names that transformers has renamed, and reminds of what it saves.
 pytestmark = [
@@ -226,6 +226,41 @@ def test_packed_weights_are_merged_decoded_or_packed_again(tmp_path):
     assert not any("lora" in name for name, _ in again.named_parameters())
     with pytest.raises(ArgumentTypeError, match="get_peft_model"):
         merge_adapters(again)
+
+
+@pytest.mark.parametrize("kind", ["lora", "dora", "lora bias"])
+@pytest.mark.parametrize("call", ["merge_and_unload", "merge_adapter"])
+@pytest.mark.parametrize("safe", [False, True])
+def test_pefts_own_merge_into_packed_weights_names_ours_and_changes_nothing(kind, call, safe):
+    model = lora(base_model("nf4"), **KINDS[kind])
+    before = logits(model)
+    with pytest.raises(StateError, match=r"ts_hf\.merge_adapters\(model\)"):
+        getattr(model, call)(safe_merge=safe)
+    assert not model.base_model.model.model.layers[0].self_attn.q_proj.merged
+    assert torch.equal(logits(model), before)
+
+
+def test_other_kinds_of_adapters_name_it_too():
+    changes = {"target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"}
+    for config in (
+        peft.LoHaConfig(**changes), peft.LoKrConfig(**changes), peft.VeraConfig(**changes),
+        peft.IA3Config(**changes, feedforward_modules=["down_proj"]), peft.OFTConfig(**changes),
+    ):  # fmt: skip
+        model = peft.get_peft_model(base_model("nf4"), config)
+        with pytest.raises((StateError, ArgumentTypeError), match=r"ts_hf\.merge_adapters\(model\)"):
+            model.merge_and_unload()
+
+
+def test_what_peft_saves_of_a_packed_base_loads_on_a_plain_one(tmp_path):
+    model = lora(base_model("nf4"))
+    model.save_pretrained(tmp_path)
+    with pytest.raises(StateError, match=r"ts_hf\.save_model\(model, folder\)"):
+        model.get_base_model().save_pretrained(tmp_path / "base")
+    plain = build().requires_grad_(False)
+    trainstream.quantize_model(plain, "nf4")
+    dequantize_model(plain)
+    again = peft.PeftModel.from_pretrained(plain, tmp_path)
+    torch.testing.assert_close(logits(again), logits(model), rtol=1e-5, atol=1e-6)
 
 
 def test_a_format_that_is_not_written_here_is_not_packed_again(monkeypatch):

@@ -28,6 +28,8 @@ Handler = Callable[..., Any]
 
 _HANDLERS: dict[Any, Handler] = {}
 _PREFIX = "packed_"
+# PEFT writes to weights when it merges: who meets these errors most often.
+_ADAPTERS = "to merge a PEFT adapter into packed weights, call ts_hf.merge_adapters(model)"
 
 
 class QuantizedTensor(torch.Tensor):
@@ -355,17 +357,15 @@ def _check_requires_grad(requires_grad: bool = True) -> None:
 
 
 def _check_data(data: Any) -> None:
-    raise StateError(
-        "[QuantizedTensor] data cannot be replaced: assign a new Parameter to the module instead"
-    )
+    raise StateError(f"[QuantizedTensor] data cannot be replaced: assign a new Parameter; {_ADAPTERS}")
 
 
 # What would change the tensor behind the back of its packed bytes.
 def _no_storage(*args: Any) -> None:
     raise StateError(
         "[QuantizedTensor] a packed weight has no plain storage to read or save. To save the model with "
-        "ordinary weights, call ts_quant.dequantize_model(model) first; to keep it packed, store what "
-        "ts_quant.to_safetensors_dict(name, weight) returns"
+        "ordinary weights, call ts_hf.save_model(model, folder) or ts_quant.dequantize_model(model); to keep "
+        "it packed, store what ts_quant.to_safetensors_dict(name, weight) returns"
     )
 
 
@@ -434,7 +434,7 @@ def _refuse_writes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
         if any(isinstance(item, QuantizedTensor) for item in values):
             raise StateError(
                 f"[{func}] {argument.name}: expected a tensor that can be written, given a QuantizedTensor, "
-                "whose values are packed. Compute on dequantize() and quantize() the result"
+                f"whose values are packed. Compute on dequantize() and quantize() the result; {_ADAPTERS}"
             )
 
 
@@ -522,7 +522,7 @@ def _copy_(func: Any, self: torch.Tensor, src: torch.Tensor, non_blocking: bool 
                 "a QuantizedTensor (packed bytes are copied, never encoded again)",
                 f"a {dtype_name(src.dtype)} tensor",
                 f"Replace the parameter: module.weight = nn.Parameter(ts_quant.quantize(src, {self.codec!r}, "
-                f"block_size={self.block_size}), requires_grad=False), or load with assign=True",
+                f"block_size={self.block_size}), requires_grad=False), or load with assign=True; {_ADAPTERS}",
             )
         )
     if not _interchangeable(self, src):

@@ -107,6 +107,7 @@ def decide(
     settling = _settling(inventory, device, optimizer)
 
     size, fit, double = options.quant_block_size, options.error_rank, options.double_quant
+    backward = options.fp8_backward, options.nvfp4_backward
     precise: dict[str, frozenset[int]] = {}
     known: dict[tuple[str, str], list[GroupSpec]] = {}
 
@@ -118,7 +119,8 @@ def decide(
             weights = ((id(p), p) for p in frozen_weights(model, blocks))
             precise[codec] = precise_names(weights, codec, size, options.keep_precise, double)
         kept = precise[codec]
-        found = inventory.specs(device, optimizer, codec, size, packed, settling, moments, kept, fit, double)
+        coded = codec, size, packed, settling, moments, kept, fit, double, backward
+        found = inventory.specs(device, optimizer, *coded)
         return known.setdefault((codec, moments), found)
 
     def decided(found: _Found, adapts: bool, why: list[str], planned: Planned | None = None) -> Decided:

@@ -3,25 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from ts_core import registry
-from ts_core.blocks import BlockMap, Group, parameter_bytes
+from trainstream._stored import Stored
+from ts_core.blocks import BlockMap, Group
 from ts_core.planner import GroupSpec
 from ts_optim import OffloadAdamW
 from ts_optim.placement import place_by_size
 from ts_paging.rows import gathers
 from ts_paging.slots import SlotLayout
 from ts_quant import QuantizedTensor
-from ts_quant.codecs import resolve
 from ts_quant.error_fit import fits
-from ts_quant.functional import meta_for
-from ts_quant.precision import NEXT_CODEC
 
 __all__ = ["Inventory", "Unit", "reserve_for"]
 
@@ -167,6 +163,7 @@ class Inventory:
         precise: frozenset[int] = frozenset(),
         error_rank: int = 0,
         double_quant: bool = False,
+        backward: tuple[bool, bool] = (False, False),
     ) -> list[GroupSpec]:
         """Return what each unit takes.
 
@@ -182,19 +179,15 @@ class Inventory:
             precise: ids of those in `packed` that move up one codec.
             error_rank: Rank of the fit that each of those in `packed` gets; it stays in RAM.
             double_quant: Whether their scales are quantized too, where the codec can.
+            backward: Whether input gradients of fp8 weights, and those of nvfp4 weights, are packed too.
         """
         held = _trained_by(optimizer)
         cpu = device.type == "cpu"
         ours = isinstance(optimizer, OffloadAdamW)
         each = _MOMENTS[moments] if ours else 8
-        size_of = _sizes(codec, block_size, double_quant, packed, precise)
-
-        def staged(parameter: Tensor) -> int:
-            coded = isinstance(parameter, QuantizedTensor) or (id(parameter) in packed and codec != "none")
-            return size_of(parameter) if coded else 0
-
+        stored = Stored(device, codec, block_size, packed, precise, double_quant, backward)
         found = [
-            self._spec(unit, cpu or index in settling, ours, held, each, size_of, staged)
+            self._spec(unit, cpu or index in settling, ours, held, each, stored)
             for index, unit in enumerate(self.units)
         ]
         fits = [
@@ -224,28 +217,27 @@ class Inventory:
         ours: bool,
         held: frozenset[int],
         moments: float,
-        stored: Callable[[Tensor], int],
-        staged: Callable[[Tensor], int],
+        stored: Stored,
     ) -> GroupSpec:
         device = host = paged = scratch = foreign = updated = 0
         for parameter in unit.pageable:
             grad, state, on_host = _training_bytes(parameter, held, beside, moments)
-            updated += stored(parameter) + grad + state if ours and id(parameter) in held else 0
-            device += stored(parameter) + grad + (0 if on_host else state)
+            updated += stored.nbytes(parameter) + grad + state if ours and id(parameter) in held else 0
+            device += stored.nbytes(parameter) + grad + (0 if on_host else state)
             # Kept up there, a gradient has a buffer, and an fp32 weight a copy.
             copied = 0 if parameter.dtype in _LOW else parameter.numel() * 4
             host += state + grad + copied if on_host else 0
             # A foreign optimizer keeps its state in RAM wherever the weight is.
-            paged += stored(parameter) + grad + (state if ours else 0)
+            paged += stored.nbytes(parameter) + grad + (state if ours else 0)
             foreign += 0 if ours or on_host else state
             # A loss in chunks adds up the gradient of the head piece by piece; one that several modules use
             # waits for the share of the last of them.
             twice = unit.group.kind == "head" or len(self._holders[id(parameter)]) > 1
             scratch += 2 * grad if twice else grad
-        fixed = sum(stored(p) + sum(_training_bytes(p, held, beside, moments)[:2]) for p in unit.fixed)
+        fixed = sum(stored.nbytes(p) + sum(_training_bytes(p, held, beside, moments)[:2]) for p in unit.fixed)
         device -= foreign
         around = unit.group.kind != "block" and all(gathers(module) for _, module in unit.modules)
-        slot = 0 if around else SlotLayout([_like(p) for p in self._in_slot(unit)]).nbytes
+        slot = 0 if around else SlotLayout([stored.seat(p) for p in self._in_slot(unit)]).nbytes
         return GroupSpec(
             name=unit.group.name,
             kind=unit.group.kind,
@@ -256,23 +248,9 @@ class Inventory:
             slot=slot,
             scratch=scratch,
             pageable=bool(unit.pageable),
-            staged=0 if around else sum(staged(p) for p in self._in_slot(unit)),
+            staged=0 if around else sum(stored.staged(p) for p in self._in_slot(unit)),
             updated=updated,
         )
-
-
-def _sizes(
-    codec: str, block_size: int, double_quant: bool, packed: frozenset[int], precise: frozenset[int]
-) -> Callable[[Tensor], int]:
-    """Return what says how many bytes a Parameter takes, packed or not."""
-
-    def stored(parameter: Tensor) -> int:
-        if id(parameter) not in packed or codec == "none":
-            return parameter_bytes(parameter)
-        chosen: Any = registry.codec(resolve(NEXT_CODEC[codec] if id(parameter) in precise else codec))
-        return int(chosen.packed_bytes(tuple(parameter.shape), meta_for(chosen, block_size, double_quant)))
-
-    return stored
 
 
 def _keeps_its_own(module: nn.Module) -> bool:
@@ -313,10 +291,6 @@ def _training_bytes(
     on_host = not beside and place_by_size(parameter) == "host"
     master = _MASTER if parameter.dtype in _LOW else 0
     return grad, int(parameter.numel() * (moments + master)), on_host
-
-
-def _like(parameter: Any) -> Tensor:
-    return torch.empty(parameter.shape, dtype=parameter.dtype, device="meta")
 
 
 def reserve_for(inventory: Inventory) -> int:

@@ -4,8 +4,9 @@ import pytest
 import torch
 import transformers
 from conftest import tiny_model
+from test_keep_precise import assert_same_packing, uneven
 
-from ts_core.errors import OptionError
+from ts_core.errors import CheckpointError, OptionError
 from ts_hf import load_model
 from ts_hf.quantizer import TrainStreamConfig
 from ts_quant import QuantizedTensor
@@ -56,6 +57,10 @@ def test_it_is_what_load_model_gives(tmp_path, ids, kind, dtype):
         {"quantize": "fp8_row"},
         {"quantize": "none"},
         {"quantize": "auto"},
+        {"quantize": "nvfp4", "ram_fraction": 0.5},
+        {"quantize": "mxfp8"},
+        {"quantize": "fp8_block"},
+        {"quantize": "fp8"},
     ],
 )
 def test_every_option_is_taken(tmp_path, words):
@@ -68,8 +73,85 @@ def test_every_option_is_taken(tmp_path, words):
 
 
 @pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("llama", {"quantize": "nf4", "keep_precise": 0.3}),
+        ("llama", {"quantize": "nf4", "keep_precise": 0.4, "error_rank": 2, "quant_block_size": 32}),
+        ("gpt2", {"quantize": "nvfp4", "keep_precise": "auto"}),
+        ("mixtral", {"quantize": "nf4", "keep_precise": 0.3}),
+    ],
+)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_loses_most_moves_up_as_with_load_model(tmp_path, ids, kind, words, dtype):
+    uneven(kind, intermediate_size=64).save_pretrained(tmp_path, max_shard_size="20KB")
+    ours = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path, quantization_config=TrainStreamConfig(**words), dtype=dtype
+    )
+    theirs = load_model(tmp_path, dtype=dtype, **words)
+    assert same(ours, theirs)
+    assert_same_packing(ours, theirs)
+    with torch.no_grad():
+        assert torch.equal(ours(ids).logits, theirs(ids).logits)
+    receipt = ours.trainstream_receipt
+    assert 0 < receipt["kept_precise"] < receipt["packed_tensors"]
+    for key in ("kept_precise", "bytes_after", "formats"):
+        assert receipt[key] == theirs.trainstream_receipt[key], key
+
+
+def test_where_nothing_can_move_up_the_reason_says_so(llama_folder):
+    ours = transformers.AutoModelForCausalLM.from_pretrained(
+        llama_folder, quantization_config=TrainStreamConfig("int8", keep_precise=True)
+    )
+    assert "keep_precise=0.05 ignored: int8 has no codec above it" in ours.trainstream_receipt["reason"]
+
+
+def test_what_cannot_be_read_twice_is_refused_before_it_is_read(tmp_path):
+    model = tiny_model()
+    model.save_pretrained(tmp_path, variant="fp16")
+    words = {"quantization_config": TrainStreamConfig("nf4", keep_precise=True)}
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    with pytest.raises(OptionError, match=r"keep_precise.*model\.fp16\.safetensors"):
+        load(tmp_path, variant="fp16", **words)
+    with pytest.raises(OptionError, match=r"keep_precise.*a state_dict"):
+        transformers.LlamaForCausalLM.from_pretrained(
+            None, config=model.config, state_dict=model.state_dict(), **words
+        )
+
+
+@pytest.mark.parametrize("stored", [torch.float8_e4m3fn, torch.uint8])
+def test_weights_of_a_method_that_transformers_does_not_know_are_not_taken_for_plain(tmp_path, stored):
+    from safetensors.torch import load_file, save_file
+
+    tiny_model().save_pretrained(tmp_path)
+    path, name = tmp_path / "model.safetensors", "model.layers.1.mlp.up_proj.weight"
+    tensors = load_file(path)
+    save_file({**tensors, name: tensors[name].abs().to(stored)}, path, {"format": "pt"})
+    with pytest.raises(CheckpointError, match=rf"model\.safetensors.*{name}.*stored as (F8|U8).*load_model"):
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=TrainStreamConfig("nf4")
+        )
+
+
+def test_a_shape_that_does_not_fit_is_an_error(tmp_path):
+    tiny_model().save_pretrained(tmp_path)
+    with pytest.raises(RuntimeError, match="conversion"):  # transformers' own; its report has the rest
+        transformers.AutoModelForCausalLM.from_pretrained(
+            tmp_path, quantization_config=TrainStreamConfig("nf4"), intermediate_size=64
+        )
+
+
+@pytest.mark.parametrize("option", ["dtype", "device", "disk_offload", "random_weights", "trust_remote_code"])
+def test_what_load_model_takes_besides_is_named_with_its_place(option):
+    with pytest.raises(OptionError, match=rf"option {option}: .*(from_pretrained|load_model)\(.*="):
+        TrainStreamConfig("nf4", **{option: 1})
+
+
+@pytest.mark.parametrize(
     ("option", "words"),
     [
+        ("keep_precise", {"keep_precise": 0.6}),
+        ("error_iters", {"error_iters": 0}),
+        ("ram_fraction", {"ram_fraction": 1.5}),
         ("quantize", {"quantize": "int3"}),
         ("quant_block_size", {"quant_block_size": 3}),
         ("error_rank", {"error_rank": -1}),
@@ -83,7 +165,7 @@ def test_bad_options_name_themselves(option, words):
 
 
 def test_the_config_goes_through_json():
-    config = TrainStreamConfig("int8", 32)
+    config = TrainStreamConfig("int8", 32, keep_precise="auto")
     again = TrainStreamConfig.from_dict(config.to_dict())
     assert again.to_dict() == config.to_dict()
 

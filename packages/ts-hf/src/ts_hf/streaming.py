@@ -34,7 +34,17 @@ from .offload import FileHome
 from .packed_checkpoint import PackedCheckpoint, require_ram_for, stack_packed
 from .safetensors_reader import TensorInfo
 
-__all__ = ["OUTSIDE", "Packing", "Plan", "Target", "UnknownTablesError", "make_plan", "packable", "stream"]
+__all__ = [
+    "OUTSIDE",
+    "Packing",
+    "Plan",
+    "Target",
+    "UnknownTablesError",
+    "make_plan",
+    "packable",
+    "stream",
+    "stream_again",
+]
 
 # The reason why the codec leaves a parameter alone that is in no block.
 OUTSIDE = "outside the blocks"
@@ -134,7 +144,8 @@ class Packing:
             size, double = self.block_size, self.double_quant
             codec = NEXT_CODEC[self.codec] if name in self.precise else self.codec
             if self.share:
-                if self.scratch is None or self.scratch.numel() < tensor.numel():
+                room = self.scratch
+                if room is None or room.numel() < tensor.numel() or room.device != tensor.device:
                     self.scratch = None
                     self.scratch = torch.empty(tensor.numel(), dtype=torch.float32, device=tensor.device)
                 self.measured[name] = measure(name, tensor, codec, size, double, scratch=self.scratch)
@@ -356,7 +367,7 @@ class _Stream:
                 "model's "
                 f"{name!r} has {tuple(old.shape)}"
             )
-        tensor = tensor.to(self.device)
+        tensor = tensor.to(self.device if self.only is None else old.device)
         if last in module._parameters:
             try:
                 module._parameters[last] = self.packing.store(name, tensor, old)
@@ -450,6 +461,34 @@ class _Stream:
         for target in make_plan(self.model, self.checkpoint).targets:
             if tuple(target.sources) in wanted:
                 self.fill(target)
+
+
+def stream_again(
+    model: Any, checkpoint: Checkpoint, packing: Packing, names: frozenset[str], dtype: torch.dtype
+) -> set[str]:
+    """Read these parameters of a filled model once more, and store them as the packing says by now.
+
+    Args:
+        model: The model; each parameter stays on the device where it is.
+        checkpoint: The files that it was filled from.
+        packing: After `choose_precise`.
+        names: Names in the model.
+        dtype: Dtype the model was built with.
+
+    Returns:
+        Those of the names that the checkpoint has a tensor for.
+
+    Raises:
+        CheckpointError: As `stream`.
+    """
+    state = _Stream(model, checkpoint, packing, dtype, torch.device("cpu"))
+    state.only = names
+    with torch.no_grad():
+        for target in make_plan(model, checkpoint).targets:
+            several = target.converter is not None and len(target.converter.target_patterns) > 1
+            if several or target.name in names:
+                state.fill(target)
+    return set(state.sources)
 
 
 def stream(

@@ -128,7 +128,9 @@ class OffloadAdamW(EagerUpdates):
         accumulation_steps: Backward passes accepted between steps: the next one raises `StateError`.
             `zero_grad()` of this optimizer starts the count again. None: any number.
         eager: True updates during backward; needs a number of `accumulation_steps`. None and False do not.
-        pin_moments: Page-lock host state. None: that of CUDA parameters.
+        pin_moments: Page-lock host state. None: that of CUDA parameters, up to 40 % of the RAM (a
+            container's, shared by its ranks), and always what a CUDA kernel works on; the rest is in ordinary
+            memory.
         moment_dtype: "float32", "fp32", torch.float32 or "auto"; "bfloat16", "bf16" or torch.bfloat16;
             "int8", "8bit" or torch.int8.
         threads: Host threads; None takes `torch.get_num_threads()`, at most the cores that this process may

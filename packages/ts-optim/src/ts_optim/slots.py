@@ -14,6 +14,7 @@ from ts_core.errors import ArgumentError, ArgumentTypeError, StateError
 from ts_core.registry import host_allocator
 
 from .moments import block_count, flat, is_dense, pack, unpack
+from .pinning import pin_share
 from .placement import MemoryProvider, Place, PlacePolicy, StateMemory
 
 __all__ = ["KEPT", "Slot", "State", "StateMaker", "check_param", "flat_gradient", "fresh_step", "is_dense"]
@@ -192,7 +193,7 @@ class StateMaker:
 
         Args:
             place: Where the state of a CUDA parameter lives.
-            pin: Page-lock host state: None does so for CUDA parameters.
+            pin: Page-lock host state: None does so for CUDA parameters, as far as `pin_share` allows.
             moments: float32, bfloat16, or uint8 for packed ones.
             ema: Keep a moving average of the weights.
             in_place: Whether device kernels work on the page-locked host state of a parameter.
@@ -258,12 +259,12 @@ class StateMaker:
         """Make memory with the parameter's strides where it is dense, contiguous where not; or for scales."""
         on_host = place == "host"
         device = torch.device("cpu") if on_host else param.device
-        pin = on_host and (self._pin or (self._pin is None and is_remote(param)))
         numel = block_count(param.numel()) if scales else param.numel()
         shape = torch.Size((numel,)) if scales else param.shape
         dense = not scales and is_dense(param)
         memory = self.memory_of(param, place) if numel else None
-        if memory is None and (not pin or not numel):
+        pin = memory is None and on_host and numel > 0 and self._locks(param, numel * dtype.itemsize)
+        if memory is None and not pin:
             if not dense:
                 return torch.empty(shape, dtype=dtype, device=device)
             return torch.empty_strided(shape, param.stride(), dtype=dtype, device=device)
@@ -271,7 +272,16 @@ class StateMaker:
         made = line.as_strided(shape, param.stride()) if dense else line.view(shape)
         if memory is not None:
             self._homes[made] = memory
+        elif self._pin is None:
+            pin_share.note(made, numel * dtype.itemsize)
         return made
+
+    def _locks(self, param: torch.Tensor, nbytes: int) -> bool:
+        """Tell whether so much state of a parameter is page-locked."""
+        if self._pin is not None or not is_remote(param):
+            return bool(self._pin)
+        # What a kernel on the device works on has to be.
+        return self._in_place(param) or pin_share.has_room(nbytes)
 
     def _zeros(
         self, param: torch.Tensor, dtype: torch.dtype, place: Place, *, scales: bool = False
@@ -432,6 +442,7 @@ class StateMaker:
             master = flat(made.copy_(param.detach()))
             if made in self._homes:  # the view is what is kept, counted and discarded
                 self._homes[master] = self._homes[made]
+            pin_share.follow(made, master)
         weights = flat(param) if dense else param.detach()
         exp_avg, exp_avg_sq, scales = flat(state["exp_avg"]), flat(state["exp_avg_sq"]), _scales_of(state)
         ema = (flat(state["ema"]),) if "ema" in state else ()

@@ -33,6 +33,18 @@ _MOMENTS = {
     "int8": "int8",
     "8bit": "int8",
 }
+#: What other libraries call an option, where the names are too far apart to be guessed.
+_ELSEWHERE = {
+    "learning_rate": "lr",
+    "gradient_checkpointing": "recompute",
+    "activation_checkpointing": "recompute",
+    "gradient_accumulation_steps": "accumulation_steps",
+    "load_in_4bit": "quantize",
+    "load_in_8bit": "quantize",
+    "vram": "vram_budget",
+    "ram": "ram_budget",
+    "disk": "disk_budget",
+}
 #: Environment variables that set a budget, and the option each one stands for.
 _BUDGET_VARIABLES = {
     "TRAINSTREAM_VRAM": "vram_budget",
@@ -156,7 +168,8 @@ class WrapOptions:
             if name not in known:
                 import difflib
 
-                near = difflib.get_close_matches(name, sorted(known), n=3)
+                near = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
+                near = near or difflib.get_close_matches(name, sorted(known), n=3)
                 hint = f"did you mean {', '.join(near)}?" if near else f"known: {', '.join(sorted(known))}"
                 raise OptionError(f"wrap() has no option {name!r}; {hint}")
         made = cls(**given)
@@ -235,6 +248,11 @@ class WrapOptions:
             raise OptionError(
                 f"option blocks: expected None or a list of modules, given {type(self.blocks).__name__}"
             )
+        if self.blocks is not None and not len(self.blocks):
+            raise OptionError(
+                "option blocks: expected None or at least one module, given an empty list, with which "
+                "nothing would be packed or paged; leave it out to have the stack found"
+            )
         group = torch.distributed.is_available() and torch.distributed.is_initialized()
         if self.distributed is True or (
             self.distributed is None and group and torch.distributed.get_world_size() > 1
@@ -272,6 +290,12 @@ class WrapOptions:
         if moments is None:
             options.choice("moment_dtype", self.moment_dtype, tuple(_MOMENTS))
         self.moment_dtype = moments
+        if moments == "int8" and self.optimizer_mode == "gpu":
+            raise OptionError(
+                "option moment_dtype='int8' with optimizer_mode='gpu': the kernel that updates moments in "
+                "host memory takes float32 and bfloat16; give optimizer_mode='cpu' for int8, or "
+                "moment_dtype='bfloat16'"
+            )
         self.outliers = _auto_share("outliers", self.outliers, 0.1)
         self.keep_precise = _auto_share("keep_precise", self.keep_precise, 0.5)
         self.error_rank = options.integer("error_rank", self.error_rank, minimum=0)
@@ -284,24 +308,30 @@ class WrapOptions:
             if text and getattr(self, option) is None:
                 setattr(self, option, _budget(option, text, f" (environment variable {variable})"))
 
-    def notes(self, *, adapts: bool = False, on_cpu: bool = False, settles: bool = False) -> list[str]:
+    def notes(
+        self, *, adapts: bool = False, on_cpu: bool = False, settles: bool = False, packs: bool = True
+    ) -> list[str]:
         """Return one line for each ``"auto"`` that is not decided elsewhere.
 
         Args:
             adapts: Placement and activations are decided by measurement.
             on_cpu: The model computes on the CPU.
             settles: The optimizer of trained weights works on the host until there is room for its state.
+            packs: There are weights that a codec could hold.
         """
         lines = []
         if settles and self.offload == "auto":
             lines.append("offload=auto: the optimizer's state returns after the first steps, as room allows")
         if adapts:
             lines.append("param_offload, activation_offload, recompute: by measurement of the first steps")
-        if self.offload == "auto" and not settles:
-            lines.append("offload=auto: no optimizer state is on the host of a GPU: nothing to take over")
+        if not settles:
+            nothing = "to take over" if self.offload == "auto" else "to hold there"
+            lines.append(
+                f"offload={self.offload}: no optimizer state is on the host of a GPU: nothing {nothing}"
+            )
         if self.vram_budget is not None and on_cpu:
             lines.append("vram_budget ignored: the model computes on the CPU")
-        if self.prefer == "speed":
+        if self.prefer == "speed" and self.quantize == "auto" and packs:
             lines.append("prefer=speed: a codec is taken before anything streams")
         for name, choice in (
             ("activation_offload", "saved activations stay on the device"),

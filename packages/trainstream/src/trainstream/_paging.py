@@ -25,7 +25,7 @@ from ts_paging.files import FileTensors, locate
 from ts_paging.pager import WeightPager
 from ts_quant import QuantizedTensor
 
-__all__ = ["Asked", "Tiers", "asked", "start_paging"]
+__all__ = ["Asked", "Tiers", "asked", "start_paging", "to_offload"]
 
 _AHEAD = 1 << 30
 _SHARE_OF_RECORDINGS = 4  # of the device's budget, the inverse
@@ -66,6 +66,12 @@ def _indices(name: str, value: Any, count: int) -> frozenset[int]:
     return frozenset(index * count // chosen for index in range(chosen))
 
 
+def to_offload(options: WrapOptions, count: int) -> frozenset[int]:
+    """Return the blocks that `activation_offload` names: True leaves out the last one of `count`."""
+    offload = _indices("activation_offload", options.activation_offload, count)
+    return offload - {count - 1} if options.activation_offload is True else offload
+
+
 def asked(options: WrapOptions, count: int, *, cpu: bool = True) -> Asked:
     """Read the placement options for a stack of `count` blocks.
 
@@ -80,9 +86,7 @@ def asked(options: WrapOptions, count: int, *, cpu: bool = True) -> Asked:
             if getattr(options, name) not in ("auto", False, 0.0, []):
                 raise OptionError(f"option {name}: the model has no stack of blocks; name one with blocks=")
     recompute = _indices("recompute", options.recompute, count)
-    offload = _indices("activation_offload", options.activation_offload, count)
-    if options.activation_offload is True:
-        offload -= {count - 1}
+    offload = to_offload(options, count)
     policy = tuple(
         "recompute" if index in recompute else "offload" if index in offload else "keep"
         for index in range(count)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collections
+import logging
 import os
 import resource
 import sys
@@ -101,7 +102,7 @@ class Session:
         self.options = options
         self.block_map = block_map
         self.plan = plan
-        self.events = EventLog()
+        self.events = EventLog(level=logging.WARNING if options.verbose else logging.INFO)
         self.decisions: list[str] = []
         self.adapting = tuner is not None
         self.history: collections.deque[dict[str, float]] = collections.deque(maxlen=_HISTORY)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -22,18 +22,20 @@ from trainstream._budget import limits
 from trainstream._copies import give_back, reserve, use_fast_copies
 from trainstream._decide import Decided, decide, make_plan, moment_formats
 from trainstream._device import answer_with
+from trainstream._entry import expect_frozen, expect_model, note_wrapped, strangers
 from trainstream._inventory import Inventory
 from trainstream._kernels import Kernels
 from trainstream._matmul import Products
 from trainstream._options import WrapOptions
-from trainstream._paging import Asked, Tiers, asked, start_paging
+from trainstream._paging import Tiers, asked, start_paging
 from trainstream._places import Places, beside, stand_in
 from trainstream._recorder import check_environment
 from trainstream._session import Instead, Session, converting, session_of, zero_grad
-from trainstream._staging import bring_back, commit, stage
-from trainstream._tuner import Tuner, settle
+from trainstream._staging import bring_back, commit, frozen_weights, stage
+from trainstream._tuner import Tuner, offloads_by_itself, settle
+from trainstream._unused import Facts, unused
 from ts_core.blocks import block_map, find_blocks
-from ts_core.errors import ArgumentTypeError, OptionError, StateError
+from ts_core.errors import OptionError, StateError
 from ts_core.planner import Layout
 from ts_core.usage import keep_heap_tight, release_free_memory
 from ts_optim import OffloadAdamW, grad_sumsq
@@ -77,22 +79,27 @@ def wrap(
         >>> model(torch.randn(2, 8)).sum().backward()
         >>> optimizer.step()
     """
-    if not isinstance(model, nn.Module):
-        raise ArgumentTypeError(f"wrap(model): expected a torch.nn.Module, given {type(model).__name__}")
-    if optimizer is not None and not isinstance(optimizer, Optimizer):
-        raise ArgumentTypeError(
-            f"wrap(optimizer): expected a torch.optim.Optimizer or None, given {type(optimizer).__name__}"
-        )
-    if session_of(model) is not None:
-        raise StateError("wrap(model): the model is wrapped already; call trainstream.unwrap(model) first")
-    checked = WrapOptions.from_kwargs(**options)
+    # What is made here lasts: a tensor made under torch.inference_mode() could not be trained with later.
+    with torch.inference_mode(False):
+        return _wrapped(model, optimizer, options)
+
+
+def _wrapped(
+    model: nn.Module, optimizer: Optimizer | None, given: dict[str, Any]
+) -> tuple[nn.Module, Optimizer | None]:
+    """Do what `wrap` says."""
+    expect_model(model, optimizer)
+    checked = asked_for = WrapOptions.from_kwargs(**given)
     check_environment()
     blocks = find_blocks(model, checked.blocks)
+    expect_frozen(checked, blocks)
+    frozen = len(frozen_weights(model, blocks))
     device = _target_device(model, checked)
     use_fast_copies(device, checked)
     want = asked(checked, len(blocks), cpu=device.type == "cpu")
     formats = moment_formats(optimizer, checked)
     adopted, how = _adopt(model, optimizer, checked, formats[0])
+    formats = formats if adopted is not None else formats[:1]
     inventory = Inventory(model, block_map(model, checked.blocks), blocks)
     tiers = Tiers(device, checked.disk_offload, checked.disk_budget)
     bounds = limits(model, optimizer, device, checked, Tiers.folder(checked.disk_offload))
@@ -174,18 +181,43 @@ def wrap(
     session.undo += renamed
     started = init_lora_from_error(model, only_fresh=True)
     unsettled += _quality(session, decided, started)
-    for line in [*_story(session, how, decided, want, len(blocks)), *unsettled]:
+    told_of = [how, *strangers(model, adopted)]
+    for line in [*_story(session, told_of, decided, len(blocks)), *unsettled]:
+        session.events.add(line)
+    facts = Facts(
+        options=asked_for,
+        cpu=device.type == "cpu",
+        given=optimizer,
+        adopted=adopted,
+        blocks=len(blocks),
+        want=want,
+        codec=decided.codec,
+        packed=len(decided.packed),
+        frozen=frozen,
+        paged=len(paged),
+        fixed=sum(
+            asks is True and not u.pageable for u, asks in zip(inventory.blocks, want.paged, strict=True)
+        ),
+        files=tiers.files is not None,
+        spills=tuner is not None
+        and decided.governed
+        and offloads_by_itself(device)
+        and checked.activation_offload == checked.recompute == "auto",
+    )
+    for line in unused(facts):
         session.events.add(line)
     told = {
         "adapts": decided.adapts and decided.governed,
         "on_cpu": device.type == "cpu",
         "settles": bool(decided.settling),
+        "packs": bool(frozen),
     }
     for line in [*decided.why, *checked.notes(**told)]:
         session.decide(line)
     kernels.adopt(session)
     products.adopt(session)
     model.__dict__["_trainstream_session"] = session
+    note_wrapped(model)
     if pager is not None:
         stand_in(model, "zero_grad", zero_grad)
         stand_in(model, "_apply", converting(pager))
@@ -234,22 +266,35 @@ def _cap_device(device: torch.device, cap: int | None) -> None:
         torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(cap / total, 1.0), device)
 
 
-def _story(session: Session, how: str, decided: Decided, want: Asked, count: int) -> list[str]:
+def _story(session: Session, how: Sequence[str], decided: Decided, count: int) -> list[str]:
     """Say what was done."""
     plan, options = session.plan, session.options
-    lines = [f"wrapped: {count} blocks, computing on {plan.device}", how]
+    lines = [f"wrapped: {count} blocks, computing on {plan.device}", *how]
     if session.pager is not None:
         tiers = [row.tier for row in plan.blocks]
-        where = ", ".join(f"{tiers.count(t)} from {t}" for t in ("host", "disk") if t in tiers) or "none"
+        where = ", ".join(f"{tiers.count(t)} from {t}" for t in ("host", "disk") if t in tiers)
         kept = ", ".join(f"{plan.policy.count(p)} {p}" for p in ("keep", "offload", "recompute"))
-        lines.append(f"paging: {where}, through {plan.slots} slots; activations: {kept}")
+        lines.append(f"paging: {where + _through(plan.slots) if where else 'none'}; activations: {kept}")
     if decided.adapts:
         lines.append("the first steps are measured; then blocks return and activations stay as room allows")
     if options.quantize not in ("auto", "none"):
-        packed = sum(isinstance(p, ts_quant.QuantizedTensor) for p in session.model.parameters())
-        none = "" if packed else ": no block holds a frozen weight of two or more dimensions"
-        lines.append(f"quantize={options.quantize}: {packed} weights are packed{none}")
+        held = [p for p in session.model.parameters() if isinstance(p, ts_quant.QuantizedTensor)]
+        before = len(held) - len(decided.packed)
+        text = f"quantize={options.quantize}: {len(decided.packed)} weights are packed"
+        if before:
+            codecs = ", ".join(sorted({p.codec for p in held}))
+            text += f" here; {before} were packed before and stay as they are ({codecs})"
+        elif not decided.packed:
+            text += ": no block holds a frozen weight that a codec can hold"
+        lines.append(text)
     return lines
+
+
+def _through(slots: int) -> str:
+    """Say how many blocks' weights there is room for on the device at a time."""
+    if not slots:
+        return ""
+    return f", through {slots} slots" if slots > 1 else ", through one slot: none is brought ahead"
 
 
 def _quality(session: Session, decided: Decided, started: int) -> list[str]:
@@ -298,6 +343,13 @@ def unwrap(model: nn.Module) -> nn.Module:
     session = session_of(model)
     if session is None:
         raise StateError("unwrap(model): expected a wrapped model")
+    with torch.inference_mode(False):  # as in wrap()
+        _unwrapped(model, session)
+    return model
+
+
+def _unwrapped(model: nn.Module, session: Session) -> None:
+    """Do what `unwrap` says."""
     session.relief.places.require_room_to_return()
     session.stop()
     device = torch.device(session.plan.device)
@@ -321,15 +373,12 @@ def unwrap(model: nn.Module) -> nn.Module:
         if isinstance(model.__dict__.get(name), Instead):
             del model.__dict__[name]
     del model.__dict__["_trainstream_session"]
-    return model
 
 
 def _target_device(model: nn.Module, options: WrapOptions) -> torch.device:
     if options.device is not None:
         return torch.device(options.device)
     devices = {tensor.device for tensor in [*model.parameters(), *model.buffers()]}
-    if torch.device("meta") in devices:
-        raise OptionError("wrap(model): the model has parameters on the meta device; load its weights first")
     if len(devices) > 1:
         raise OptionError(
             "option device: the model's tensors are on "

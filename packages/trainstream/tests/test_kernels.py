@@ -40,6 +40,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*gradient_checkpointing:FutureWarning", "ignore::UserWarning"),
 ]
 FUSED = {"kernels": True, "fused_lora": True}
+KERNELS = ("rms_norm", "rotary", "gated_mlp", "add_rms_norm")
 OFF = {"kernels": False, "fused_lora": False, "attention": None}
 
 
@@ -156,7 +157,11 @@ def test_auto_is_on_over_packed_weights_only():
         numerics = session_of(model).plan.numerics
         assert (numerics.kernels, numerics.fused_lora, numerics.attention) == (on, on, None)
         assert bool(rows_of(model)) == on
-        said = "2 gated MLPs fused" if on else "the model's own modules compute"
+        said = (
+            "2 gated MLPs, 2 residual sums with their norms fused"
+            if on
+            else "the model's own modules compute"
+        )
         assert said in events(model, "kernels=auto")[0]
         assert ("14 LoRA layers fused" if on else "as PEFT does") in events(model, "fused_lora=auto")[0]
         trainstream.unwrap(model)
@@ -178,8 +183,8 @@ def test_off_has_the_bits_of_the_plain_model(place, tmp_path):
 def test_every_module_is_reported_and_what_is_fused_runs():
     model = lora_model()
     model, _ = trainstream.wrap(model, adamw(model.parameters()), **FUSED)
-    kinds = {kind: len(rows_of(model, kind=kind, fused=True)) for kind in ("rms_norm", "rotary", "gated_mlp")}
-    assert kinds == {"rms_norm": 5, "rotary": 2, "gated_mlp": 2}
+    kinds = {kind: len(rows_of(model, kind=kind, fused=True)) for kind in KERNELS}
+    assert kinds == {"rms_norm": 5, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2}
     single = [row for row in rows_of(model, kind="lora") if row["variant"] == "linear"]
     shared = [row["variant"] for row in rows_of(model, kind="lora") if row["variant"] != "linear"]
     assert len(single) == 14
@@ -189,7 +194,7 @@ def test_every_module_is_reported_and_what_is_fused_runs():
     ran = operators(lambda: model(input_ids=ids(0), labels=ids(0)).loss.backward())
     assert ran == {
         # Nothing before the first norm is trained.
-        "rms_norm_forward": 5, "rms_norm_backward": 4, "rotary_heads": 4,
+        "rms_norm_forward": 3, "add_rms_norm_forward": 2, "rms_norm_backward": 4, "rotary_heads": 4,
         "gated_forward": 2, "gated_backward": 2,
     }  # fmt: skip
     trainstream.unwrap(model)
@@ -198,7 +203,7 @@ def test_every_module_is_reported_and_what_is_fused_runs():
 
 def test_each_option_by_itself():
     for options, kinds in (
-        ({"kernels": True, "fused_lora": False}, {"rms_norm", "rotary", "gated_mlp"}),
+        ({"kernels": True, "fused_lora": False}, set(KERNELS)),
         ({"kernels": None, "fused_lora": True}, {"lora"}),
     ):
         model = lora_model()
@@ -378,16 +383,16 @@ def curve(model, optimizer, steps):
 
 FAMILIES = {
     # name -> modules that are fused, of each kind in the order of the report
-    "Llama": (9, 4, 4),
-    "Qwen2": (9, 4, 4),
-    "Qwen3": (17, 4, 4),
-    "Mistral": (9, 4, 4),
-    "Gemma 2": (17, 4, 4),
-    "Gemma 3": (25, 4, 4),
-    "Phi-3": (9, 4, 4),
-    "GPT-2": (0, 0, 0),
-    "Mixtral": (9, 4, 0),
-    "Qwen3-MoE": (17, 4, 1),
+    "Llama": (9, 4, 4, 4),
+    "Qwen2": (9, 4, 4, 4),
+    "Qwen3": (17, 4, 4, 4),
+    "Mistral": (9, 4, 4, 4),
+    "Gemma 2": (17, 4, 4, 4),
+    "Gemma 3": (25, 4, 4, 4),
+    "Phi-3": (9, 4, 4, 4),
+    "GPT-2": (0, 0, 0, 0),
+    "Mixtral": (9, 4, 0, 4),
+    "Qwen3-MoE": (17, 4, 1, 4),
 }
 
 
@@ -404,7 +409,7 @@ def test_loss_curves_are_those_of_the_models_own_code(family, packed):
             for name, p in model.named_parameters():
                 p.requires_grad_("norm" in name or "ln_" in name)
     ours, optimizer = trainstream.wrap(ours, adamw(ours.parameters()), quantize=None, **FUSED)
-    counts = tuple(len(rows_of(ours, kind=k, fused=True)) for k in ("rms_norm", "rotary", "gated_mlp"))
+    counts = tuple(len(rows_of(ours, kind=k, fused=True)) for k in KERNELS)
     assert counts == FAMILIES[family], rows_of(ours, fused=False)
     steps = 8
     got, want = curve(ours, optimizer, steps), curve(theirs, adamw(theirs.parameters()), steps)

@@ -36,7 +36,7 @@ def test_a_trainer_takes_them_and_its_checkpoints_keep_them(tmp_path):
     report = trainstream.memory_report(first.model)
     fused = [row["kind"] for row in report["kernels"]["modules"] if row["fused"]]
     assert {kind: fused.count(kind) for kind in sorted(set(fused))} == {
-        "gated_mlp": 2, "lora": 18, "rms_norm": 5, "rotary": 2,
+        "add_rms_norm": 2, "gated_mlp": 2, "lora": 18, "rms_norm": 5, "rotary": 2,
     }  # fmt: skip
     resume = str(tmp_path / "checkpoint-2")
     numerics = read_plan(tmp_path / "checkpoint-2").plan.numerics

@@ -69,18 +69,26 @@ def kinds_of(patch):
 
 # (family, changes of the config, what is patched): two blocks and a final norm.
 CASES = [
-    ("Llama", {"attention_bias": True, "mlp_bias": True}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2}),
-    ("Llama", {"hidden_act": "gelu_pytorch_tanh"}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2}),
-    ("Llama", {"hidden_act": "gelu"}, {"rms_norm": 5, "rotary": 2}),
-    ("Llama", {"hidden_act": "relu"}, {"rms_norm": 5, "rotary": 2}),
-    ("Qwen2", {}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2}),
-    ("Qwen3", {}, {"rms_norm": 9, "rotary": 2, "gated_mlp": 2}),
-    ("Mistral", {}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2}),
-    ("Gemma", {}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2}),
-    ("Gemma2", {"sliding_window": 4}, {"rms_norm": 9, "rotary": 2, "gated_mlp": 2}),
-    ("Gemma3", {"sliding_window": 4}, {"rms_norm": 13, "rotary": 2, "gated_mlp": 2}),
-    ("Phi3", {}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2}),
-    ("Mixtral", {"num_local_experts": 4}, {"rms_norm": 5, "rotary": 2}),
+    (
+        "Llama",
+        {"attention_bias": True, "mlp_bias": True},
+        {"rms_norm": 5, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2},
+    ),
+    (
+        "Llama",
+        {"hidden_act": "gelu_pytorch_tanh"},
+        {"rms_norm": 5, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2},
+    ),
+    ("Llama", {"hidden_act": "gelu"}, {"rms_norm": 5, "rotary": 2, "add_rms_norm": 2}),
+    ("Llama", {"hidden_act": "relu"}, {"rms_norm": 5, "rotary": 2, "add_rms_norm": 2}),
+    ("Qwen2", {}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2}),
+    ("Qwen3", {}, {"rms_norm": 9, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2}),
+    ("Mistral", {}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2}),
+    ("Gemma", {}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2}),
+    ("Gemma2", {"sliding_window": 4}, {"rms_norm": 9, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2}),
+    ("Gemma3", {"sliding_window": 4}, {"rms_norm": 13, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2}),
+    ("Phi3", {}, {"rms_norm": 5, "rotary": 2, "gated_mlp": 2, "add_rms_norm": 2}),
+    ("Mixtral", {"num_local_experts": 4}, {"rms_norm": 5, "rotary": 2, "add_rms_norm": 2}),
     ("GPT2", {}, {}),
 ]
 
@@ -254,7 +262,13 @@ def test_several_adapters_disabled_merged_and_unmerged(transformers, peft):
 def test_patched_adapters_train_as_they_did(transformers, peft):
     plain = lora_model(transformers, peft)
     model = copy.deepcopy(plain)
-    assert kinds_of(patch_fused(model)) == {"rms_norm": 5, "rotary": 2, "gated_mlp": 2, "lora": 14}
+    assert kinds_of(patch_fused(model)) == {
+        "rms_norm": 5,
+        "rotary": 2,
+        "gated_mlp": 2,
+        "add_rms_norm": 2,
+        "lora": 14,
+    }
     got, want = losses(model, 8), losses(plain, 8)
     torch.testing.assert_close(torch.tensor(got), torch.tensor(want), rtol=5e-4, atol=5e-5)
     assert want[-1] < want[0]

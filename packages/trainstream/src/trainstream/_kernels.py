@@ -22,11 +22,12 @@ from ts_quant import QuantizedTensor
 
 __all__ = ["Kernels"]
 
-_MODULES = ("rms_norm", "rotary", "gated_mlp")
+_MODULES = ("rms_norm", "rotary", "gated_mlp", "add_rms_norm")
 _WORDS = {
     "rms_norm": "norms",
     "rotary": "rotary embeddings",
     "gated_mlp": "gated MLPs",
+    "add_rms_norm": "residual sums with their norms",
     "lora": "LoRA layers",
 }
 
@@ -35,7 +36,8 @@ class Kernels:
     """What runs fused in a wrapped model.
 
     Attributes:
-        kernels: Norms, rotary embeddings and MLPs are fused where they agree with the modules' own code.
+        kernels: Norms (with the sums before them), rotary embeddings and MLPs are fused where they agree with
+            the modules' own code.
         fused_lora: LoRA layers are.
         patch: The modules, with a report on each; None if both are off.
         attention: Which backend attention tries first; None for PyTorch's own order throughout.

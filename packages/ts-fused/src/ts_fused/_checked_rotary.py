@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from ._compare import Verdict, differences, random_tensor, run_with_gradients
 from ._ops import FLOATS, MAX_ROTARY_DIM
+from ._rewrite import eagerly, innermost, rebuilt
 from .rotary import rotary
 
 __all__ = ["check_rotary", "rotary_function"]
@@ -18,41 +20,24 @@ __all__ = ["check_rotary", "rotary_function"]
 _NAME = "apply_rotary_pos_emb"
 
 
-def _innermost(function: Any) -> Any:
-    while hasattr(function, "__wrapped__"):
-        function = function.__wrapped__
-    return function
-
-
 def rotary_function(module: nn.Module) -> Callable[..., Any] | None:
     """Return the function of that name that the module's code refers to."""
-    code = _innermost(type(module).forward)
+    code = innermost(type(module).forward)
     if not isinstance(code, types.FunctionType) or _NAME not in code.__code__.co_names:
         return None
     found = code.__globals__.get(_NAME)
     return found if callable(found) else None
 
 
-def _with_global(function: Any, name: str, value: object) -> Any:
-    """Copy a function, and the decorators around it, with one global name meaning something else."""
-    inner = getattr(function, "__wrapped__", None)
-    if inner is None:
-        scope = {**function.__globals__, name: value}
-        made = types.FunctionType(
-            function.__code__, scope, function.__name__, function.__defaults__, function.__closure__
-        )
-    else:
-        replaced = _with_global(inner, name, value)
-        cells = function.__closure__ or ()
-        if sum(cell.cell_contents is inner for cell in cells) != 1:
-            raise ValueError(f"the decorator around {function.__name__} does not hold it in one place")
-        closure = tuple(types.CellType(replaced) if c.cell_contents is inner else c for c in cells)
-        made = types.FunctionType(
-            function.__code__, function.__globals__, function.__name__, function.__defaults__, closure
-        )
-        made.__wrapped__ = replaced  # type: ignore[attr-defined]
-    made.__kwdefaults__ = function.__kwdefaults__
-    return made
+def _with_global(function: types.FunctionType, name: str, value: object) -> types.FunctionType:
+    """Copy a function with one global name meaning something else."""
+    return types.FunctionType(
+        function.__code__,
+        {**function.__globals__, name: value},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
 
 
 # How the angles are laid out: (variant, interleaved, share of the width that is used, width of a pair).
@@ -139,17 +124,6 @@ def _agrees(own: Callable[..., Any], form: Any, device: torch.device, dtype: tor
     return total.with_forward(form[0], _fused(own, form, partial, keeps))
 
 
-def _eagerly(code: Callable[..., Any]) -> Callable[..., Any]:
-    """Run the code but while a compiler looks on, which would look its global names up in the real module."""
-
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():
-            return type(module).forward(module, *args, **kwargs)
-        return code(module, *args, **kwargs)
-
-    return forward
-
-
 def check_rotary(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Verdict:
     """Find the form of the function that the module calls, and give the module a code of its own."""
     own = rotary_function(module)
@@ -158,8 +132,9 @@ def check_rotary(module: nn.Module, device: torch.device, dtype: torch.dtype) ->
     for form in _FORMS:
         verdict = _agrees(own, form, device, dtype)
         if verdict.forward is not None:
-            code = _with_global(type(module).forward, _NAME, verdict.forward)
-            return verdict.with_forward(verdict.variant, _eagerly(code))
+            make = functools.partial(_with_global, name=_NAME, value=verdict.forward)
+            code = rebuilt(type(module).forward, make)
+            return verdict.with_forward(verdict.variant, eagerly(code))
         first = first or verdict
     assert first is not None
     return first

@@ -18,6 +18,7 @@ __all__ = [
     "random_tensor",
     "replaced",
     "run_with_gradients",
+    "twin_of",
 ]
 
 # Largest difference, relative to the largest element: a few roundings of intermediates.
@@ -30,13 +31,14 @@ _SHARE = 0.05
 
 @dataclass(frozen=True)
 class Verdict:
-    """A comparison; `forward` only where it succeeded."""
+    """A comparison; `forward` only where it succeeded, and `form` if that has one (`NormForm`)."""
 
     variant: str = ""
     reason: str = ""
     forward_error: float = 0.0
     gradient_error: float = 0.0
     forward: Callable[..., Any] | None = field(default=None, repr=False)
+    form: Any = field(default=None, repr=False)
 
     def and_(self, other: Verdict) -> Verdict:
         """Join two comparisons that both agreed: the larger errors."""
@@ -83,6 +85,16 @@ def random_linear(
         for i, parameter in enumerate(made.parameters()):
             parameter.copy_(random_tensor(parameter.shape, device, dtype, 20 + 2 * seed + i) * 0.4)
     return made
+
+
+def twin_of(module: torch.nn.Module, children: dict[str, torch.nn.Module], training: bool) -> torch.nn.Module:
+    """Make a module of the same code and attributes, with other children: nothing of the model is touched."""
+    twin: torch.nn.Module = object.__new__(type(module))
+    twin.__dict__ = dict(module.__dict__)
+    twin.__dict__.pop("forward", None)  # of a copy: its own, but bound to the module
+    twin.__dict__["_modules"] = {**module._modules, **children}
+    twin.training = training
+    return twin
 
 
 def run_with_gradients(

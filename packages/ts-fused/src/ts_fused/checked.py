@@ -19,7 +19,9 @@ from ts_core.options import choice
 
 from ._alike import state_of
 from ._checked_lora import check_lora, looks_like_lora
+from ._checked_norm import check_norm, looks_like_norm
 from ._checked_rotary import check_rotary, rotary_function
+from ._checked_sum import check_sums, norms_of_sums
 from ._compare import (
     Verdict,
     differences,
@@ -28,15 +30,15 @@ from ._compare import (
     random_tensor,
     replaced,
     run_with_gradients,
+    twin_of,
 )
 from ._ops import FLOATS
 from ._stand_in import FusedForward
 from .gated_mlp import gated_mlp
-from .rms_norm import rms_norm
 
 __all__ = ["KINDS", "SIZES", "FusedCheck", "check_fused", "checked", "expect_place", "place_of", "quietly"]
 
-KINDS = ("rms_norm", "rotary", "gated_mlp", "lora")
+KINDS = ("rms_norm", "rotary", "gated_mlp", "lora", "add_rms_norm")
 
 
 @dataclass(frozen=True)
@@ -72,86 +74,6 @@ def _from_verdict(kind: str, verdict: Verdict, module: nn.Module) -> FusedCheck:
         verdict.gradient_error,
         None if verdict.forward is None else FusedForward(module, verdict.forward),
     )
-
-
-# --- RMSNorm ---------------------------------------------------------------------------------------------
-
-
-def _epsilon_name(module: nn.Module) -> str | None:
-    found = [n for n in ("variance_epsilon", "eps") if isinstance(getattr(module, n, None), float)]
-    return found[0] if found else None
-
-
-def _looks_like_norm(module: nn.Module) -> bool:
-    own = dict(module.named_parameters(recurse=False))
-    plain = not any(True for _ in module.children()) and not any(True for _ in module.buffers())
-    return (
-        plain and list(own) == ["weight"] and own["weight"].dim() == 1 and _epsilon_name(module) is not None
-    )
-
-
-def _compare_norm(
-    module: nn.Module,
-    eps: float,
-    offset: float,
-    device: torch.device,
-    dtypes: tuple[torch.dtype, torch.dtype],
-    scale: float,
-    training: bool,
-) -> Verdict:
-    hidden = module.weight.numel()  # type: ignore[operator]
-    twin = _twin(module, {}, training)
-    x = random_tensor((3, 5, hidden), device, dtypes[0], 0).mul_(scale).requires_grad_()
-    weight = random_tensor((hidden,), device, dtypes[1], 1).requires_grad_()
-    theirs = run_with_gradients(
-        lambda x, w: torch.func.functional_call(twin, {"weight": w}, (x,)), (x, weight)
-    )
-    ours = run_with_gradients(lambda x, w: rms_norm(x, w, eps, offset=offset), (x, weight))
-    return differences(ours, theirs, dtypes[0], exact_rounding=True)
-
-
-def _norm_forward(
-    name: str, offset: float, pairs: frozenset[tuple[torch.dtype, torch.dtype]]
-) -> Callable[..., Any]:
-    def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
-        x = args[0] if len(args) == 1 and not kwargs else None
-        if isinstance(x, Tensor) and (x.dtype, module.weight.dtype) in pairs:
-            return rms_norm(x, module.weight, getattr(module, name), offset=offset)
-        return type(module).forward(module, *args, **kwargs)
-
-    return forward
-
-
-def _check_norm(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Verdict:
-    name = _epsilon_name(module)
-    assert name is not None
-    first, eps = None, getattr(module, name)
-    # Where the mean square is about eps: elsewhere one cannot see which eps is added, and to what.
-    small = eps**0.5 if eps > 0.0 else 1e-3
-    whole = (torch.float32, torch.float32)
-    for offset in (0.0, 1.0):
-        total = Verdict()
-        for pair, scale, training in (
-            (whole, 1.0, False),
-            (whole, small, True),
-            *([((dtype, dtype), 1.0, True)] if dtype is not torch.float32 else []),
-        ):
-            found = _compare_norm(module, eps, offset, device, pair, scale, training)
-            if found.reason:
-                first = first or found
-                break
-            total = total.and_(found)
-        else:
-            pairs = {whole, (dtype, dtype)}
-            # Where the rounding differs in another dtype, the module's own code runs in that one.
-            for pair in ((x, w) for x in FLOATS for w in dict.fromkeys((x, torch.float32))):
-                if pair in pairs:
-                    continue
-                if not _compare_norm(module, eps, offset, device, pair, 1.0, True).reason:
-                    pairs.add(pair)
-            return total.with_forward(f"offset {offset:.0f}", _norm_forward(name, offset, frozenset(pairs)))
-    assert first is not None
-    return first
 
 
 # --- gated MLP -------------------------------------------------------------------------------------------
@@ -192,16 +114,6 @@ def _activation(function: Callable[[Tensor], Tensor], device: torch.device) -> s
     return None
 
 
-def _twin(module: nn.Module, children: dict[str, nn.Module], training: bool) -> nn.Module:
-    """Make a module of the same code and attributes, with other children: nothing of the model is touched."""
-    twin: nn.Module = object.__new__(type(module))
-    twin.__dict__ = dict(module.__dict__)
-    twin.__dict__.pop("forward", None)  # of a copy: its own, but bound to the module
-    twin.__dict__["_modules"] = {**module._modules, **children}
-    twin.training = training
-    return twin
-
-
 def _check_mlp(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Verdict:
     name = _activation_name(module)
     assert name is not None
@@ -222,7 +134,7 @@ def _check_mlp(module: nn.Module, device: torch.device, dtype: torch.dtype) -> V
             name: random_linear(*size, device, kind, seed)
             for seed, (name, size) in enumerate({**sizes, "down_proj": (24, 16)}.items())
         }
-        twin = _twin(module, small, training)
+        twin = twin_of(module, small, training)
         x = random_tensor((2, 3, 16), device, kind, 0).mul_(scale).requires_grad_()
         inputs = (x, *(weight for linear in small.values() for weight in linear.parameters()))
         theirs = run_with_gradients(lambda *t, m=twin: type(m).forward(m, t[0]), inputs)
@@ -269,10 +181,11 @@ def _plain_activation(gate: Tensor, activation: str) -> Tensor:
 # --- the public functions --------------------------------------------------------------------------------
 
 _CHECKS: dict[str, tuple[Callable[[nn.Module], Any], Callable[..., Verdict]]] = {
-    "rms_norm": (_looks_like_norm, _check_norm),
+    "rms_norm": (looks_like_norm, check_norm),
     "rotary": (rotary_function, check_rotary),
     "gated_mlp": (_looks_like_mlp, _check_mlp),
     "lora": (looks_like_lora, check_lora),
+    "add_rms_norm": (norms_of_sums, check_sums),
 }
 
 
@@ -286,6 +199,9 @@ def _likeness(kind: str, module: nn.Module) -> tuple[Any, ...]:
         return (type(module),)  # it is the function that is compared
     if kind == "rms_norm":
         return *state_of(module), module.weight.numel()  # type: ignore[operator]
+    if kind == "add_rms_norm":
+        norms: list[Any] = [module._modules[name] for name in norms_of_sums(module)]
+        return type(module), *((*state_of(norm), norm.weight.numel()) for norm in norms)
     name = _activation_name(module) if kind == "gated_mlp" else None
     if name is not None:
         # Adapters and other classes of linear layers do not matter: small plain ones stand for them.
@@ -375,9 +291,11 @@ def check_fused(
 
     Recognised are RMSNorm (with `w` or `1 + w`), gated MLPs (`gate_proj`, `up_proj`, `down_proj`, or one
     `gate_up_proj`; silu or the tanh form of gelu), attention modules that call a function named
-    `apply_rotary_pos_emb`, and linear layers with plain LoRA adapters. Compared are outputs and gradients,
-    in fp32 and in the dtype of the sample. The module is not changed: a norm runs with another weight, the
-    others as a small module of the same class. Random numbers of the process are not drawn.
+    `apply_rotary_pos_emb`, linear layers with plain LoRA adapters, and layers whose code forms a sum and
+    normalizes it in the next statement. Compared are outputs and gradients, in fp32 and in the dtype of the
+    sample. The module is not changed: a norm runs with another weight, the others as a small module of the
+    same class; of the last, sum and norm are compared, and a copy of the code runs both as one there. Random
+    numbers of the process are not drawn.
 
     At run time the fused path itself hands a call on to the module's own code where the call is not what was
     checked: another dtype, further arguments, adapters that are merged, disabled or drop out.

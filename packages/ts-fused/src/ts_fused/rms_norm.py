@@ -140,7 +140,9 @@ def add_rms_norm(
     $$h = \mathrm{cast}(x + \text{residual}), \qquad y = \text{rms\_norm}(h, w).$$
 
     The bits are those of the addition followed by `rms_norm`. In backward the gradient that arrives at `h`
-    is added in fp32 to that of the normalization and rounded once; `x` and `residual` get the same one.
+    is added in fp32 to that of the normalization and rounded once; `x` and `residual` get the same one. So
+    in fp32 backward has the bits of the two operations too; in 16 bits autograd rounds the normalization's
+    gradient before it adds, and this does not. The gradient of the weight has the same bits in every dtype.
 
     Args:
         x: `(..., H)`, float32, bfloat16 or float16, CPU or CUDA, any strides (copied when not contiguous).
@@ -165,5 +167,12 @@ def add_rms_norm(
     _expect_tensors("add_rms_norm", x=x, residual=residual, weight=weight)
     eps = number("eps", eps, minimum=0.0)
     offset = number("offset", offset)
+    return sum_and_norm(x, residual, weight, eps, offset)
+
+
+def sum_and_norm(
+    x: Tensor, residual: Tensor, weight: Tensor, eps: float, offset: float
+) -> tuple[Tensor, Tensor]:
+    """Do what `add_rms_norm` does, without looking at the numbers."""
     y, total = _AddRMSNorm.apply(x, residual, weight, eps, offset)  # type: ignore[no-untyped-call]
     return y, total

@@ -385,3 +385,58 @@ def test_every_parameter_of_any_tree_is_in_exactly_one_group(spec, data):
     chosen = data.draw(st.lists(st.sampled_from(list(model.children())), unique_by=id, max_size=2))
     if not any(a is not b and any(a is m for m in b.modules()) for a in chosen for b in chosen):
         assert_complete(model, chosen)
+
+
+class Packed(nn.Parameter):
+    """What a codec makes of a parameter: the shape of its values, few bytes."""
+
+    packed_bytes = 16
+
+
+class BitsAndBytes(nn.Parameter):
+    """Presents packed bytes, and keeps the shape of the values beside."""
+
+    quant_state: object
+
+
+class BufferLinear(nn.Module):
+    """A linear layer whose packed weight is no parameter."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.in_features = self.out_features = width
+        self.register_buffer("qweight", torch.zeros(width * width // 8, dtype=torch.int32))
+        self.bias = nn.Parameter(torch.zeros(width))
+
+
+def packed_layer(form, width):
+    layer = Layer(width)
+    weight = layer.attention.weight.detach()
+    if form == "codec":
+        layer.attention.weight = Packed(weight, requires_grad=False)
+    elif form == "bytes":
+        layer.attention.weight = BitsAndBytes(
+            weight.new_zeros((width * width // 2, 1), dtype=torch.uint8), False
+        )
+        layer.attention.weight.quant_state = type("State", (), {"shape": weight.shape})
+    elif form == "buffer":
+        layer.attention = BufferLinear(width)
+    return layer
+
+
+@pytest.mark.parametrize("form", ["none", "codec", "bytes", "buffer"])
+@pytest.mark.parametrize("vision_first", [True, False])
+def test_a_packed_text_stack_wins_over_a_smaller_plain_vision_stack(form, vision_first):
+    text = Model([packed_layer(form, 32) for _ in range(2)], width=32)
+    vision = Model([OtherLayer(24) for _ in range(2)], width=24)
+    parts = [("vision", vision), ("text", text)]
+    model = nn.ModuleDict(dict(parts if vision_first else reversed(parts)))
+    assert find_blocks(model) == list(text.layers)
+
+
+def test_a_packed_head_is_a_head():
+    model = Model([Layer() for _ in range(2)])
+    plain = kinds(model)
+    model.lm_head.weight = Packed(model.lm_head.weight.detach(), requires_grad=False)
+    assert kinds(model) == plain
+    assert plain["lm_head"] == "head"

@@ -7,6 +7,7 @@ looked at is the module tree, and `get_output_embeddings()` where a model has it
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -112,9 +113,26 @@ def parameter_bytes(parameter: torch.Tensor) -> int:
     return packed if isinstance(packed, int) else parameter.numel() * parameter.element_size()
 
 
-def _module_bytes(modules: Iterable[nn.Module]) -> int:
+def _values(parameter: torch.Tensor) -> int:
+    """Return how many values a parameter stands for, however it is stored."""
+    if is_lazy(parameter):
+        return 0
+    # bitsandbytes presents the shape of the packed bytes, and keeps that of the values beside.
+    shape = getattr(getattr(parameter, "quant_state", None), "shape", None)
+    return math.prod(shape) if shape is not None else parameter.numel()
+
+
+def _module_values(modules: Iterable[nn.Module]) -> int:
     unique = {id(p): p for module in modules for p in module.parameters()}
-    return sum(parameter_bytes(p) for p in unique.values())
+    inside = {id(part): part for module in modules for part in module.modules()}
+    # Where the packed weight of a linear layer is a buffer, the layer says how large it is.
+    sides = [
+        (module.in_features, getattr(module, "out_features", None))
+        for module in inside.values()
+        if hasattr(module, "in_features") and module._parameters.get("weight") is None and module._buffers
+    ]
+    packed = sum(a * b for a, b in sides if isinstance(a, int) and isinstance(b, int))
+    return packed + sum(_values(p) for p in unique.values())
 
 
 def _signature(module: nn.Module) -> object:
@@ -169,9 +187,9 @@ def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> 
     """Find the repeated layer stack of a model.
 
     The stack is the `nn.ModuleList` or `nn.Sequential` with at least two children, most of them of a class
-    that occurs more than once, whose children hold the most parameter bytes; of two with equally many the
-    outer one. So the decoder layers win over the experts inside a layer, and the larger of an encoder and a
-    decoder is taken. Children without parameters are not blocks.
+    that occurs more than once, whose children hold the most parameters, packed or not; of two with equally
+    many the outer one. So the decoder layers win over the experts inside a layer, and the larger of an
+    encoder and a decoder is taken. Children without parameters are not blocks.
 
     Args:
         model: Any module; wrapped by PEFT or not.
@@ -199,7 +217,7 @@ def find_blocks(model: nn.Module, blocks: Iterable[nn.Module] | None = None) -> 
     for module in model.modules():
         if isinstance(module, (nn.ModuleList, nn.Sequential)):
             stack = _repeated(module)
-            size = _module_bytes(stack)
+            size = _module_values(stack)
             if size > most:
                 best, most = stack, size
     return best
@@ -303,7 +321,7 @@ def _is_linear(module: nn.Module) -> bool:
 
 
 def _mostly(module: nn.Module, is_kind: Callable[[nn.Module], bool]) -> bool:
-    """Tell whether more than half of a module's bytes are inside submodules of one kind."""
+    """Tell whether more than half of a module's values are inside submodules of one kind."""
     parts: list[nn.Module] = []
     pending, seen = [module], {id(module)}
     while pending:
@@ -314,7 +332,7 @@ def _mostly(module: nn.Module, is_kind: Callable[[nn.Module], bool]) -> bool:
         fresh = [child for child in part.children() if id(child) not in seen]
         seen.update(id(child) for child in fresh)
         pending += fresh
-    return 2 * _module_bytes(parts) > _module_bytes([module])
+    return 2 * _module_values(parts) > _module_values([module])
 
 
 def _output_layer(model: nn.Module) -> nn.Module | None:

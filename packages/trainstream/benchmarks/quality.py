@@ -15,8 +15,11 @@ with the standard error of each difference, from the differences window by windo
 
 Formats: `none`; `int8`, `nf4`, `mxfp8`, `fp8_row`, `fp8_block`, `nvfp4`, and `fp8`, which takes the layout
 that this GPU computes; `-dq` adds double_quant, `-k` keep_precise=0.05, `-l` error_rank of the adapters'
-rank (LoftQ) with two iterations, `-w` weights only (decoded before each use), `-o` outliers=0.01, `-b`
-nvfp4_backward. A format that this machine or release does not have is a line with its error.
+rank (LoftQ) with two iterations. How fp8 and nvfp4 are multiplied: as this machine does it, or with `-w`
+weights only (decoded before each use), with `-t` as tensor cores take them, inputs packed too; `-o` is that
+with outliers=0.01, `-b` with fp8_backward or nvfp4_backward. Where no tensor cores take a format, `-t`, `-o`
+and `-b` compute the same from the same operands, slowly; the key `product` of a line says which it was. A
+format that this machine or release does not have is a line with its error.
 
 SmolLM2 is published here as 4-bit weights (GGUF Q4_1), which 4-bit codecs store again with less loss than
 they would cause in weights that were never packed. So look at the order of the formats, and at the error on
@@ -30,6 +33,7 @@ one in this process.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import math
@@ -38,12 +42,14 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 FORMATS = (
-    "none", "int8", "int8-dq", "nf4", "nf4-dq", "nf4-k", "nf4-l", "fp8", "mxfp8", "fp8_row", "fp8_block",
-    "nvfp4", "nvfp4-w", "nvfp4-k", "nvfp4-l", "nvfp4-o", "nvfp4-b",
+    "none", "int8", "int8-dq", "int8-l", "nf4", "nf4-dq", "nf4-k", "nf4-l", "fp8", "mxfp8", "mxfp8-t",
+    "mxfp8-b", "fp8_row", "fp8_row-t", "fp8_row-b", "fp8_row-l", "fp8_block", "fp8_block-t", "fp8_block-b",
+    "nvfp4", "nvfp4-w", "nvfp4-k", "nvfp4-l", "nvfp4-t", "nvfp4-o", "nvfp4-b",
 )  # fmt: skip
 RANK = 16
 EXTRAS: dict[str, dict[str, Any]] = {
@@ -51,10 +57,11 @@ EXTRAS: dict[str, dict[str, Any]] = {
     "k": {"keep_precise": 0.05},
     "l": {"error_rank": RANK, "error_iters": 2},
     "w": {},
+    "t": {},
     "o": {"outliers": 0.01},
-    "b": {"nvfp4_backward": True},
+    "b": {},
 }
-PACKED_BY_WRAP = ("outliers", "nvfp4_backward")
+ON_TENSOR_CORES = ("t", "o", "b")
 SEED = 0
 
 
@@ -157,18 +164,86 @@ def weight_error(before: dict[str, Any], model: Any) -> dict[str, Any]:
     }
 
 
+def options_of(name: str) -> tuple[str, dict[str, Any], dict[str, Any]]:
+    """The codec of a format, what `quantize_model` gets, and what `wrap` gets."""
+    codec, *words = name.split("-")
+    packing = {key: value for word in words for key, value in EXTRAS[word].items()}
+    options = {"outliers": packing.pop("outliers")} if "outliers" in packing else {}
+    if "b" in words:
+        options["nvfp4_backward" if codec == "nvfp4" else "fp8_backward"] = True
+    return codec, packing, options
+
+
+def layout_of(name: str, device: str) -> str:
+    """The codec of a format; "fp8" is what a device computes."""
+    from ts_quant.codecs import fp8_choice
+
+    codec = name.split("-")[0]
+    return fp8_choice(device) if codec == "fp8" else codec
+
+
+@contextlib.contextmanager
+def multiplied(name: str, device: str) -> Iterator[None]:
+    """Multiply in here as a format says: on tensor cores, or else emulated."""
+    import torch
+
+    from ts_quant.matmul import emulated, multiplies
+
+    wanted = any(word in ON_TENSOR_CORES for word in name.split("-"))
+    here = multiplies(layout_of(name, device), torch.device(device))
+    with emulated() if wanted and not here else contextlib.nullcontext():
+        yield
+
+
 def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     """Everything about one format."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    with multiplied(name, device):
+        return _measure(args, name, device)
+
+
+def fine_tune(args: argparse.Namespace, name: str, model: Any, optimizer: Any, train: Any) -> list[float]:
+    """Train on rows drawn by the seed; the seconds of each step."""
+    import torch
+
+    generator, times = torch.Generator().manual_seed(SEED), []
+    for step in range(args.train_steps):
+        ids = train[torch.randint(len(train), (args.batch,), generator=generator)]
+        begin = time.perf_counter()
+        loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        value = float(loss.detach())
+        times.append(time.perf_counter() - begin)
+        if args.live:
+            print("LIVE " + json.dumps({"format": name, "step": step, "loss": round(value, 5)}), flush=True)
+    return times
+
+
+def product_of(name: str, model: Any, device: str) -> str:
+    """Tell the packed weights of a format how to multiply; say how they do."""
+    import torch
+
+    from ts_quant import set_matmul
+    from ts_quant.matmul import multiplies
+
+    where, words = torch.device(device), name.split("-")[1:]
+    counts = set_matmul(model, tensor_cores=False if "w" in words else None, device=where)
+    if not counts["tensor_cores"]:
+        return "decoded" if counts["weights"] else "none"
+    return "tensor cores" if multiplies(layout_of(name, device), where) else "emulated"
+
+
+def _measure(args: argparse.Namespace, name: str, device: str) -> dict[str, Any]:
     import peft
     import torch
 
     import trainstream
 
-    codec, *words = name.split("-")
-    extras: dict[str, Any] = {key: value for word in words for key, value in EXTRAS[word].items()}
-    packing = {key: value for key, value in extras.items() if key not in PACKED_BY_WRAP}
-    options = {key: value for key, value in extras.items() if key in PACKED_BY_WRAP}
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    codec, packing, options = options_of(name)
     torch.manual_seed(SEED)
     model, tokenizer = load(args)
     train, windows = rows_of(args, tokenizer)
@@ -179,6 +254,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     report = trainstream.quantize_model(model, codec, **packing) if codec != "none" else {}
     weights = weight_error(before, model)
     del before
+    product = product_of(name, model, device)
     settings = peft.LoraConfig(r=RANK, lora_alpha=2 * RANK, target_modules="all-linear")
     adapted = peft.get_peft_model(model, settings).to(device)
     adapted.config.use_cache = False
@@ -186,18 +262,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(trained, lr=args.lr)
     adapted, optimizer = trainstream.wrap(adapted, optimizer, quantize="none", **options)
     first = losses(adapted, windows, device)
-    generator, times = torch.Generator().manual_seed(SEED), []
-    for step in range(args.train_steps):
-        ids = train[torch.randint(len(train), (args.batch,), generator=generator)].to(device)
-        begin = time.perf_counter()
-        loss = adapted(input_ids=ids, labels=ids, use_cache=False).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        value = float(loss.detach())
-        times.append(time.perf_counter() - begin)
-        if args.live:
-            print("LIVE " + json.dumps({"format": name, "step": step, "loss": round(value, 5)}), flush=True)
+    times = fine_tune(args, name, adapted, optimizer, train.to(device))
     tuned = losses(adapted, windows, device) if args.train_steps else None
     return {
         "bench": "quality",
@@ -208,6 +273,7 @@ def measure(args: argparse.Namespace, name: str) -> dict[str, Any]:
         "tuned_perplexity": tuned and perplexity(tuned),
         **weights,
         "kept_precise": report.get("kept_precise", 0),
+        "product": product,
         "step_s": round(statistics.median(times), 4) if times else None,
         "windows": len(windows),
         "seq": args.seq,

@@ -4,6 +4,8 @@
 
 #include <stdint.h>
 
+#include "ts/numeric.h"
+
 namespace ts::quant {
 
 // Blocks that share one fp32.
@@ -37,6 +39,12 @@ static constexpr float kFp4Levels[16] = {
     0.0f,  0.0625f / 12.0f,  8.0f / 12.0f,  1.0f,  4.0f / 12.0f,  0.5f,  2.0f / 12.0f,  0.25f,
     -0.0f, -0.0625f / 12.0f, -8.0f / 12.0f, -1.0f, -4.0f / 12.0f, -0.5f, -2.0f / 12.0f, -0.25f,
 };
+
+// The absmax that int8 stores for a block: 127 times the scale of the largest float, which rounds
+// up, is infinite; its neighbour's is not.
+TS_HOST_DEVICE static inline float int8_absmax(float absmax) {
+  return absmax == 0x1.fffffep+127f ? 0x1.fffffcp+127f : absmax;
+}
 
 // fp32 nearest to 1 / 127: bitsandbytes multiplies by it after the scale of the row.
 static constexpr float kInverse127 = 0x1.020408p-7f;

@@ -12,21 +12,25 @@
 namespace ts::quant::TS_ISA {
 
 template <typename T>
-static void encode_row(const T* x, int64_t n, float factor, bool divides, uint8_t* codes) {
+static void encode_row(const T* x, int64_t n, float factor, bool divides, uint32_t largest,
+                       uint8_t* codes) {
   int64_t i = 0;
 #if defined(TS_QUANT_SIMD)
   const Floats by = splat(factor);
   if (divides) {
-    for (; i + kLanes <= n; i += kLanes) store_e4m3(codes + i, divide(load(x + i), by));
+    for (; i + kLanes <= n; i += kLanes) store_e4m3(codes + i, divide(load(x + i), by), largest);
   } else {
-    for (; i + kLanes <= n; i += kLanes) store_e4m3(codes + i, multiply(load(x + i), by));
+    for (; i + kLanes <= n; i += kLanes) store_e4m3(codes + i, multiply(load(x + i), by), largest);
   }
 #endif
   for (; i < n; ++i) {
     const float v = to_float(x[i]);
-    codes[i] = static_cast<uint8_t>(e4m3_code(divides ? v / factor : v * factor));
+    codes[i] = static_cast<uint8_t>(e4m3_code(divides ? v / factor : v * factor, largest));
   }
 }
+
+static inline bool is_fp16(const void*) { return false; }
+static inline bool is_fp16(const fp16*) { return true; }
 
 // One tile: `rows` rows of `n` elements, `stride` apart.
 template <typename T>
@@ -39,6 +43,7 @@ static void encode_tile(const T* x, uint8_t* codes, int64_t rows, int64_t n, int
   }
   const float absmax = bits_float(bits);
   float factor = absmax / kFp8Max;
+  uint32_t largest_code = kFp8Largest;
   // Nothing to hold, too little for a scale, or not finite (the caller refuses it).
   bool nothing = bits >= 0x7F800000u || factor == 0.0f;
   if (e8m0) {
@@ -46,6 +51,7 @@ static void encode_tile(const T* x, uint8_t* codes, int64_t rows, int64_t n, int
     static_cast<uint8_t*>(scales)[index] = static_cast<uint8_t>(code);
     nothing = bits >= 0x7F800000u || bits == 0;
     factor = nothing ? 0.0f : e8m0_inverse(code);
+    if (is_fp16(x)) largest_code = e8m0_largest_fp16(code);
   } else {
     static_cast<float*>(scales)[index] = factor;
   }
@@ -53,7 +59,7 @@ static void encode_tile(const T* x, uint8_t* codes, int64_t rows, int64_t n, int
     if (nothing)
       memset(codes + r * stride, 0, static_cast<size_t>(n));
     else
-      encode_row(x + r * stride, n, factor, !e8m0, codes + r * stride);
+      encode_row(x + r * stride, n, factor, !e8m0, largest_code, codes + r * stride);
   }
 }
 

@@ -2,6 +2,7 @@
 #include <stdint.h>
 
 #include "eight_bit.h"
+#include "scale_data.h"
 #include "simd.h"
 #include "ts/numeric.h"
 #include "ts/thread_pool.h"
@@ -16,7 +17,7 @@ static void quantize(const T* x, int8_t* codes, float* absmax, int64_t n, int64_
     for (int64_t b = first; b < last; ++b) {
       const int64_t begin = b * block_size;
       const int64_t count = n - begin < block_size ? n - begin : block_size;
-      absmax[b] = block_absmax(x + begin, count);
+      absmax[b] = int8_absmax(block_absmax(x + begin, count));
       encode_block(x + begin, count, absmax[b], codes + begin);
     }
   });

@@ -13,7 +13,7 @@ namespace ts::quant::TS_ISA {
 
 #if defined(TS_ISA_avx512)
 
-static inline void store_e4m3(uint8_t* out, Floats v) {
+static inline void store_e4m3(uint8_t* out, Floats v, uint32_t largest) {
   const Ints bits = _mm512_castps_si512(v);
   const Ints a = _mm512_and_si512(bits, _mm512_set1_epi32(0x7FFFFFFF));
   const Ints odd = _mm512_and_si512(_mm512_srli_epi32(a, 20), _mm512_set1_epi32(1));
@@ -24,7 +24,7 @@ static inline void store_e4m3(uint8_t* out, Floats v) {
       _mm512_set1_epi32(0x46800000));
   const __mmask16 below = _mm512_cmplt_epi32_mask(a, _mm512_set1_epi32(0x3C800000));
   const Ints code = _mm512_min_epu32(_mm512_mask_blend_epi32(below, normal, small),
-                                     _mm512_set1_epi32(static_cast<int>(kFp8Largest)));
+                                     _mm512_set1_epi32(static_cast<int>(largest)));
   const Ints sign = _mm512_and_si512(_mm512_srli_epi32(bits, 24), _mm512_set1_epi32(0x80));
   _mm_storeu_si128(reinterpret_cast<__m128i*>(out),
                    _mm512_cvtepi32_epi8(_mm512_or_si512(code, sign)));
@@ -62,7 +62,7 @@ static inline void store_e2m1(uint8_t* out, Floats v) {
 
 #elif defined(TS_ISA_avx2)
 
-static inline void store_e4m3(uint8_t* out, Floats v) {
+static inline void store_e4m3(uint8_t* out, Floats v, uint32_t largest) {
   const Ints bits = _mm256_castps_si256(v);
   const Ints a = _mm256_and_si256(bits, _mm256_set1_epi32(0x7FFFFFFF));
   const Ints odd = _mm256_and_si256(_mm256_srli_epi32(a, 20), _mm256_set1_epi32(1));
@@ -73,7 +73,7 @@ static inline void store_e4m3(uint8_t* out, Floats v) {
       _mm256_set1_epi32(0x46800000));
   const Ints below = _mm256_cmpgt_epi32(_mm256_set1_epi32(0x3C800000), a);
   const Ints code = _mm256_min_epu32(_mm256_blendv_epi8(normal, small, below),
-                                     _mm256_set1_epi32(static_cast<int>(kFp8Largest)));
+                                     _mm256_set1_epi32(static_cast<int>(largest)));
   const Ints sign = _mm256_and_si256(_mm256_srli_epi32(bits, 24), _mm256_set1_epi32(0x80));
   const Ints c = _mm256_or_si256(code, sign);
   const __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(c), _mm256_extracti128_si256(c, 1));

@@ -18,8 +18,8 @@ struct Int8 {
     float value;  // 0: the whole block gets code 0
   };
   __device__ static __forceinline__ Scale scale(float absmax, bool, float* stored) {
-    *stored = absmax;
-    return Scale{magnitude_bits(absmax) < 0x7F800000u ? int8_scale(absmax) : 0.0f};
+    *stored = int8_absmax(absmax);
+    return Scale{magnitude_bits(absmax) < 0x7F800000u ? int8_scale(*stored) : 0.0f};
   }
   __device__ static __forceinline__ unsigned code(float x, Scale s) {
     if (s.value == 0.0f) return 0;

@@ -11,11 +11,13 @@ namespace {
 struct Factor {
   float value;
   bool nothing;
+  uint32_t largest;  // code
   __device__ __forceinline__ float apply(float x, bool e8m0) const {
     return e8m0 ? __fmul_rn(x, value) : __fdiv_rn(x, value);
   }
 };
 
+template <typename T>
 __device__ __forceinline__ Factor store_scale(uint32_t bits, void* scales, int64_t index, bool e8m0,
                                               bool writes) {
   const float absmax = __uint_as_float(bits);
@@ -24,18 +26,25 @@ __device__ __forceinline__ Factor store_scale(uint32_t bits, void* scales, int64
     const uint32_t code = e8m0_code(absmax);
     if (writes) static_cast<uint8_t*>(scales)[index] = static_cast<uint8_t>(code);
     const bool nothing = !finite || bits == 0;
-    return Factor{nothing ? 0.0f : e8m0_inverse(code), nothing};
+    const uint32_t largest = std::is_same_v<T, fp16> ? e8m0_largest_fp16(code) : kFp8Largest;
+    return Factor{nothing ? 0.0f : e8m0_inverse(code), nothing, largest};
   }
   const float scale = __fdiv_rn(absmax, kFp8Max);
   if (writes) static_cast<float*>(scales)[index] = scale;
-  return Factor{scale, !finite || scale == 0.0f};
+  return Factor{scale, !finite || scale == 0.0f, kFp8Largest};
 }
 
+template <typename T>
 __device__ __forceinline__ uint2 encode8(const float* v, Factor f, bool e8m0) {
   if (f.nothing) return make_uint2(0, 0);
   float scaled[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) scaled[i] = f.apply(v[i], e8m0);
+  if constexpr (std::is_same_v<T, fp16>) {
+    const float most = e4m3(f.largest);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) scaled[i] = fminf(fmaxf(scaled[i], -most), most);
+  }
   return e4m3_codes(scaled);
 }
 
@@ -57,8 +66,8 @@ __global__ void encode_lanes_kernel(const T* __restrict__ x, uint8_t* __restrict
     for (int apart = 1; apart < kLanes; apart *= 2)
       largest = max(largest, __shfl_xor_sync(0xFFFFFFFFu, largest, apart));
     if (group >= groups) continue;
-    const Factor f = store_scale(largest, scales, group / kLanes, kE8m0, group % kLanes == 0);
-    *reinterpret_cast<uint2*>(codes + group * 8) = encode8(v, f, kE8m0);
+    const Factor f = store_scale<T>(largest, scales, group / kLanes, kE8m0, group % kLanes == 0);
+    *reinterpret_cast<uint2*>(codes + group * 8) = encode8<T>(v, f, kE8m0);
   }
 }
 
@@ -94,15 +103,17 @@ __global__ void encode_tiles_kernel(const T* __restrict__ x, uint8_t* __restrict
       }
     }
     const Factor f =
-        store_scale(block_max(largest, shared), scales, tile, m.e8m0, threadIdx.x == 0);
+        store_scale<T>(block_max(largest, shared), scales, tile, m.e8m0, threadIdx.x == 0);
     for (int64_t i = threadIdx.x; i < steps; i += blockDim.x) {
       const int64_t p = place(i);
       if constexpr (kWide) {
         float v[8];
         load8(x + p, v);
-        *reinterpret_cast<uint2*>(codes + p) = encode8(v, f, m.e8m0);
+        *reinterpret_cast<uint2*>(codes + p) = encode8<T>(v, f, m.e8m0);
       } else {
-        codes[p] = f.nothing ? 0 : static_cast<uint8_t>(e4m3_code(f.apply(widen(x[p]), m.e8m0)));
+        codes[p] = f.nothing
+                       ? 0
+                       : static_cast<uint8_t>(e4m3_code(f.apply(widen(x[p]), m.e8m0), f.largest));
       }
     }
   }

@@ -5,6 +5,7 @@ row-major order, $a_b = \max_i |x_i|$ in fp32.
 
 **int8.** $s_b = a_b / 127$, $q_i = \mathrm{clamp}(\mathrm{round}(x_i / s_b), -127, 127)$ with ties to even,
 $\hat x_i = q_i s_b$. Where $s_b = 0$ (a block of zeros, or one so small that the scale is 0), $q_i = 0$.
+The largest float is stored as the one before it: its $127 s_b$ rounds to infinity.
 
 **nf4.** $v_i = x_i \cdot (1 / d_b)$ with $d_b = \max(a_b, 10^{-38})$; the code is the number of thresholds
 below $v_i$, the thresholds being the midpoints of neighbouring levels, so a tie goes to the lower level;
@@ -51,6 +52,7 @@ NF4_LEVELS: tuple[float, ...] = (
 )
 """The 16 values of the format, in [-1, 1]; index = code."""
 
+_LARGEST, _BEFORE_LARGEST = (2.0 - 2.0**-23) * 2.0**127, (2.0 - 2.0**-22) * 2.0**127
 _LEVELS = torch.tensor(NF4_LEVELS, dtype=torch.float32)
 NF4_THRESHOLDS: torch.Tensor = (_LEVELS[:-1] + _LEVELS[1:]) / 2
 """Midpoints of neighbouring levels, float32 `[15]`."""
@@ -79,6 +81,7 @@ def quantize_int8(x: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch
         tensor([127, -64], dtype=torch.int8)
     """
     rows, absmax = _blocks(x, block_size)
+    absmax = torch.where(absmax == _LARGEST, _BEFORE_LARGEST, absmax)
     scale = (absmax / 127.0).unsqueeze(1)
     codes = torch.where(scale == 0, 0.0, (rows / scale).round().clamp(-127, 127))
     return codes.reshape(-1)[: x.numel()].to(torch.int8), absmax

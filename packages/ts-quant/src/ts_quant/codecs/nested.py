@@ -2,7 +2,8 @@ r"""Scales that are quantized themselves (`double_quant`): one byte a block, one
 
 **Map** (nf4; the nested statistics of bitsandbytes). With $o$ the mean of the absmax, $d_b = a_b - o$ and
 $m_g = \max_{b \in g} |d_b|$, the byte is the index of the dynamic map's value nearest to $d_b / m_g$, of
-which bitsandbytes' CPU path keeps 16 bits; $\hat a_b = \mathrm{map}(c_b)\, m_g + o$.
+which bitsandbytes' CPU path keeps 16 bits; $\hat a_b = \mathrm{map}(c_b)\, m_g + o$. Where the dtype of the
+values cannot hold that, it is the next smaller byte. A mean whose sum overflows is taken in float64.
 
 **Log** (int8). $m_g = \max_{b \in g} a_b$; the byte is the smallest whose
 $\hat a_b = 2^{(c_b + 1)/16 - 16}\, m_g$ (0 for 0) is at least $a_b$, so that no value is cut off, and the
@@ -103,11 +104,17 @@ def _largest(rows: torch.Tensor) -> torch.Tensor:
     return rows.abs().amax(dim=1) if rows.numel() else rows.new_zeros(0)
 
 
-def nest_in_map(absmax: torch.Tensor) -> Packed:
+def _mean(absmax: torch.Tensor) -> torch.Tensor:
+    mean = absmax.mean() if absmax.numel() else torch.zeros(())
+    return mean if bool(mean.isfinite()) else absmax.double().mean().float()
+
+
+def nest_in_map(absmax: torch.Tensor, dtype: torch.dtype = torch.float32) -> Packed:
     """Quantize scales in the map form.
 
     Args:
         absmax: float32 `[blocks]`, finite; any device. Not written.
+        dtype: Of the values: what the scales come to is finite in it.
 
     Returns:
         `absmax` uint8 `[blocks]`, `nested_absmax` float32, `nested_map` float32 `[257]`.
@@ -118,7 +125,7 @@ def nest_in_map(absmax: torch.Tensor) -> Packed:
         codes = absmax.new_empty(absmax.numel(), dtype=torch.uint8)
         return {"absmax": codes, "nested_absmax": groups, "nested_map": absmax.new_empty(_MAP_SIZE)}
     # On the CPU wherever the scales are: the sum has another order on a GPU.
-    offset = absmax.cpu().mean() if absmax.numel() else torch.zeros(())
+    offset = _mean(absmax.cpu())
     rows = _in_groups(absmax - offset.to(device))
     largest = _largest(rows)
     quotients = (rows * (1.0 / largest).unsqueeze(1)).clamp(-1, 1)
@@ -126,14 +133,19 @@ def nest_in_map(absmax: torch.Tensor) -> Packed:
     steps = ((quotients + 1.0) * 0.5 * (_GRID - 1.0) + 0.5).nan_to_num(nan=0.0).long()
     codes = _nearest_codes(device)[steps].reshape(-1)[: absmax.numel()]
     table = torch.cat((dynamic_map(), offset.reshape(1))).to(device)
+    # One wait: no scale is beyond the largest of its group, and next to never is one out of reach.
+    if largest.numel() and not bool((largest.max() + offset.to(device)).to(dtype).isfinite()):
+        scales = table[codes.long()] * largest.repeat_interleave(GROUP)[: codes.numel()] + table[-1]
+        codes = codes - (~scales.to(dtype).isfinite()).to(torch.uint8)
     return {"absmax": codes.contiguous(), "nested_absmax": largest, "nested_map": table}
 
 
-def nest_in_logs(absmax: torch.Tensor) -> Packed:
-    """Quantize scales in the log form, upwards.
+def nest_in_logs(absmax: torch.Tensor, dtype: torch.dtype = torch.float32) -> Packed:
+    """Quantize scales in the log form, upwards; none is beyond its group's largest.
 
     Args:
         absmax: float32 `[blocks]`, finite, >= 0; any device. Not written.
+        dtype: Of the values.
 
     Returns:
         `absmax` uint8 `[blocks]`, `nested_absmax` float32.
@@ -148,30 +160,18 @@ def nest_in_logs(absmax: torch.Tensor) -> Packed:
     return {"absmax": codes.contiguous(), "nested_absmax": largest}
 
 
-def _check_reach(nested: Packed, name: str) -> None:
-    """Refuse scales near the largest float, whose mean or offset overflows: they would decode to NaN."""
-    largest = nested["nested_absmax"]
-    if "nested_map" not in nested or largest.is_meta or not largest.numel():
-        return
-    reach = largest.max() + nested["nested_map"][-1].abs()
-    if not bool(torch.isfinite(reach)):
-        expected = "scales whose mean and range float32 can hold"
-        hint = "Scale the tensor down, or use double_quant=False"
-        raise ArgumentError(message("quantize", name, expected, "values near the largest float", hint))
-
-
 class Nesting(NamedTuple):
     """How a block-wise format quantizes its scales.
 
     Attributes:
         parts: The packed tensors beside the codes.
-        nest: `(absmax) -> packed`, by the names of `parts`.
+        nest: `(absmax, dtype of the values) -> packed`, by the names of `parts`.
         recode: `(x, packed, block_size) -> codes` for the scales that came of it; None keeps the codes.
         decode: The operations.
     """
 
     parts: tuple[PackedPart, ...]
-    nest: Callable[[torch.Tensor], Packed]
+    nest: Callable[[torch.Tensor, torch.dtype], Packed]
     recode: Callable[[torch.Tensor, Packed, int], torch.Tensor] | None
     decode: DecodeOps
 
@@ -227,8 +227,7 @@ class NestedBlockCodec(BlockCodec):
         if not described.options:
             return packed
         with torch.no_grad():
-            nested = self._nesting.nest(packed.pop("absmax"))
-            _check_reach(nested, name)
+            nested = self._nesting.nest(packed.pop("absmax"), tensor.dtype)
             if self._nesting.recode is not None:
                 packed = {"codes": self._nesting.recode(tensor, nested, described.block_size)}
         return {**packed, **nested}

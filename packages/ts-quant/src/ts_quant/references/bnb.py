@@ -66,11 +66,14 @@ def _nearest(value: float, table: Sequence[float]) -> int:
     return min(range(len(table)), key=lambda index: (abs(table[index] - value), index))
 
 
-def nest_in_map(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def nest_in_map(
+    absmax: torch.Tensor, dtype: torch.dtype = torch.float32
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Quantize scales in the map form; see the formulas of this module.
 
     Args:
         absmax: float32 `[n]`, on the CPU.
+        dtype: Of the values: a scale that it cannot hold gets the next smaller code.
 
     Returns:
         Codes uint8 `[n]`, the largest of each group float32 `[ceil(n / 256)]`, the offset float32 `[]`.
@@ -81,6 +84,8 @@ def nest_in_map(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
     """
     table = dynamic_map()
     offset = absmax.mean() if absmax.numel() else torch.zeros(())
+    if not offset.isfinite():
+        offset = absmax.double().mean().float()
     codes, largest, known = [], [], {}
     for group in torch.split(absmax - offset, _GROUP) if absmax.numel() else ():
         top = group.abs().max()
@@ -89,7 +94,9 @@ def nest_in_map(absmax: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch
             index = 0 if math.isnan(step) else int(step)
             if index not in known:
                 known[index] = _nearest(index / 65535 * 2 - 1, table)
-            codes.append(known[index])
+            code = known[index]
+            beyond = not (torch.tensor(table[code]) * top + offset).to(dtype).isfinite()
+            codes.append(code - 1 if beyond else code)
     return torch.tensor(codes, dtype=torch.uint8), torch.tensor(largest, dtype=torch.float32), offset
 
 

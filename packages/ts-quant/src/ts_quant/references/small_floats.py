@@ -7,7 +7,8 @@ is beyond the largest becomes the largest. Arithmetic on values is fp32, results
 
 **Layouts.** A tensor is matrices: the last dimension makes the columns, the one before it the rows. Each
 tile has one scale. *mx32*: 1 x 32, an e8m0 scale $2^{\lceil \log_2(a / 448) \rceil}$ of the tile's absmax
-$a$ (from $2^{-127}$ to $2^{119}$; code 0 for a tile of zeros), $q = \mathrm{e4m3}(x / s)$. *row*: 1 x
+$a$ (from $2^{-127}$ to $2^{119}$; code 0 for a tile of zeros), $q = \mathrm{e4m3}(x / s)$, with fp16 values
+beyond $\pm 61440$ taken as that: the next one, $256 \cdot 2^8$, is no fp16. *row*: 1 x
 columns, *block*: 128 x 128; $s = a / 448$ in fp32; where that is 0, codes are 0. $\hat x = q s$.
 
 **nvfp4.** Tensor scale $t = a_{tensor} / 2688$ in fp32 (1 where that is 0). For each 16 columns of a row
@@ -147,6 +148,8 @@ def quantize_fp8(x: torch.Tensor, layout: str) -> tuple[torch.Tensor, torch.Tens
         stored = scale = absmax / 448.0
         nothing = scale == 0
     spread = (slice(None), slice(None), None, slice(None), None)
+    if layout == "mx32" and x.dtype == torch.float16:
+        tiles = tiles.clamp(-61440, 61440)
     # A power of two divides exactly, except that fp32 has no 2^-136 to divide by 2^119.
     codes = round_to_table((tiles / torch.where(nothing, 1.0, scale)[spread]), E4M3, 128)
     codes = torch.where(nothing[spread], 0, codes).to(torch.uint8)

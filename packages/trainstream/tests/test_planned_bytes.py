@@ -1,19 +1,30 @@
-"""What is planned for slots is what they hold, also where they hold packed operands."""
+"""What is planned for slots and for recordings is what they hold, or more."""
 
 import contextlib
+import json
 
+import peft
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainstream
+from trainstream._first import packing_of, planned_job
 from trainstream._session import session_of
+from ts_core.job import POLICIES, Choice, Setting, assumed_profile
 from ts_core.planner import staged_bytes
+from ts_core.step import predict
+from ts_hf.config_spec import spec_from_config
 from ts_quant.matmul import emulated
 
-pytestmark = pytest.mark.usefixtures("one_thread")
+pytestmark = [
+    pytest.mark.usefixtures("one_thread"),
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:FutureWarning"),
+]
+LAYERS, RANK = 3, 4
 OPERANDS = ("fp8_row", "fp8_block", "mxfp8", "nvfp4")
 
 
@@ -74,3 +85,67 @@ def test_slots_are_planned_to_the_byte(
         assert arrives == [spec.staged for spec in specs if spec.kind == "block"]
         assert planned.layout.device_bytes >= held + staged_bytes(planned.layout.slots, max(arrives))
         trainstream.unwrap(model)
+
+
+def llama(lora, hidden, inner):
+    """A small one, and what its config says of it."""
+    config = LlamaConfig(
+        hidden_size=hidden, intermediate_size=inner, num_hidden_layers=LAYERS, num_attention_heads=4,
+        num_key_value_heads=2, vocab_size=128, dtype="bfloat16",
+    )  # fmt: skip
+    model = LlamaForCausalLM(config).bfloat16()
+    if lora:
+        model = peft.get_peft_model(model, peft.LoraConfig(r=RANK, target_modules="all-linear"))
+    return model, spec_from_config(json.loads(config.to_json_string()))
+
+
+@pytest.mark.parametrize(
+    ("kind", "paged", "recompute", "hidden", "inner", "tokens"),
+    [
+        ("full", True, True, 64, 64, 64),
+        ("full", False, False, 128, 64, 16),
+        ("lora", True, False, 64, 256, 64),
+        ("lora", False, True, 64, 64, 16),
+        ("lora-nf4", True, True, 64, 64, 16),
+        ("lora-nf4", False, False, 128, 256, 64),
+    ],
+)
+def test_recordings_take_no_more_than_planned(kind, paged, recompute, hidden, inner, tokens, tmp_path):
+    """At fixed addresses, and on a CPU whatever their operations make."""
+    torch.manual_seed(0)
+    model, spec = llama(kind != "full", hidden, inner)
+    codec = "nf4" if kind == "lora-nf4" else "none"
+    model, optimizer = trainstream.wrap(
+        model, capture=True, device="cpu", param_offload=paged, recompute=recompute, activation_offload=False,
+        quantize=codec, plan_tokens=tokens, disk_offload=str(tmp_path),
+    )  # fmt: skip
+    ids = torch.randint(0, 128, (1, tokens))
+    for _ in range(4):  # watched, seen, recorded, replayed
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    captured = trainstream.memory_report(model)["captured"]
+    assert captured["blocks"] > 1, captured["fallbacks"]
+    policies = ("recompute",) if recompute else ("keep",)
+    choice = counts(session_of(model).plan, spec, paged, policies[0], codec)
+    found = []
+    for capture in (False, True):
+        job = planned_job(
+            spec, cpu=True, seq_len=tokens, lora_rank=0 if kind == "full" else RANK, trains=kind == "full",
+            policies=policies, capture=capture,
+        )  # fmt: skip
+        found.append(predict(spec, job, assumed_profile("cpu"), choice, cpu=True).device_bytes)
+    assert 0 < captured["bytes"] <= found[1] - found[0]
+    trainstream.unwrap(model)
+
+
+def counts(plan, spec, paged, policy, codec):
+    """Return a plan with one policy in counts."""
+    places, policies = [], []
+    for members in spec.classes():
+        block = spec.blocks[members[0]].kind == "block"
+        away = len(members) if paged and block else 0
+        places.append((len(members) - away, 0, 0, away))
+        policies.append(tuple(len(members) * (block and policy == name) for name in POLICIES))
+    setting = Setting(packing_of(codec), slots=max(plan.slots, 1))
+    return Choice(setting, tuple(places), tuple(policies))

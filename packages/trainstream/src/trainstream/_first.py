@@ -171,6 +171,7 @@ def planned_job(
     depth: int = 1,
     prefer: str = "exact",
     spare_files: bool = True,
+    capture: bool = False,
 ) -> Job:
     """Return the job that `trainstream plan` and `wrap()` ask the search about.
 
@@ -188,6 +189,7 @@ def planned_job(
         depth: Blocks that are fetched ahead at least.
         prefer: "exact" or "speed".
         spare_files: Whether files come last.
+        capture: Whether blocks are recorded and replayed.
     """
     return Job(
         seq_len=seq_len,
@@ -202,6 +204,7 @@ def planned_job(
         prefer=prefer,
         dtype_bytes=compute_bytes(spec),
         spare_files=spare_files and not cpu,
+        capture=capture,
     )
 
 
@@ -233,6 +236,7 @@ def first_plan(asked: Question, codecs: Sequence[str], moments: Sequence[str], t
         depth=options.prefetch_depth,
         prefer=options.prefer if options.quantize == "auto" else "exact",
         spare_files=options.disk_offload is None,
+        capture=options.capture is True,
     )
     budgets = asked.budgets
     room = Room(max(budgets.device, 0), budgets.host, max(budgets.disk, 0))

@@ -27,6 +27,7 @@ class Constants:
             taken.
         saved: Bytes that autograd keeps of a block, over those that `ts_core.spec.saved_values` counts.
         work: Temporaries of the block at work, over what is saved of it.
+        captured: Launches of a pass through a captured block: copies in and out, the replay, its node.
     """
 
     traffic: float = 16.0
@@ -35,6 +36,7 @@ class Constants:
     beside: float = 0.02
     saved: float = 1.0
     work: float = 0.15
+    captured: float = 16.0
 
 
 _DEFAULT = Constants()

@@ -21,7 +21,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,6 +32,7 @@ from .hardware import HardwareProfile
 from .job import MOMENT_BYTES, PLACES, POLICIES, Job, Packing, Setting
 from .live import Live, classes_of
 from .planner import GroupSpec, from_files
+from .recorded import Recorded, recorded
 from .spec import BlockSpec, ModelSpec, check, is_gate, saved_parts
 
 __all__ = ["Tables", "group_sizes", "matmul_rate", "tables"]
@@ -46,6 +47,7 @@ _BYTES = [DEV, HOST, PIN, DISK, ACT]
 _BACKWARD_KERNELS = 2.0
 _ADAPTER_BYTES = 16  # a parameter in fp32, its gradient and both moments; all stay on the device
 _HANDLING = 2e-6  # seconds to wait for a group that comes, and to let it go
+_NOTHING = Recorded(0.0, 0.0, 0.0, 0.0, 0.0)
 _ALIGN = 256  # bytes that a weight in a slot starts at a multiple of
 
 
@@ -77,6 +79,10 @@ class Tables:
         setting: The setting.
         rates: h2d, d2h, both, disk read.
         tokens: Of a step.
+        recorded: [classes, 4]: with captured blocks, memory at fixed addresses of one structure, what one
+            pair of recordings holds where nothing is shared, how many structures there are at most of those
+            with one place and policy, and how many policies there can be; else None.
+        pool: Of memory that all recordings share.
     """
 
     counts: tuple[int, ...]
@@ -102,6 +108,8 @@ class Tables:
     setting: Setting
     rates: tuple[float, float, float, float]
     tokens: int
+    recorded: Tensor | None = None
+    pool: float = 0.0
 
 
 def _rate(table: Mapping[str, float], key: str, otherwise: float) -> float:
@@ -268,6 +276,8 @@ class _Builder:
         moved = self.saved_bytes(block, weights) * self.c.traffic / 3 / self.copy
         read = self.k * weights.decoded_bytes / self.copy
         seconds = max(self.ts * flops / rate, read) + self.ts * moved
+        if self.job.capture:
+            return seconds, self.k * self.hw.launch_s * self.c.captured
         return seconds, self.k * self.launch * (
             block.kernels + self.c.adapter_kernels * self.adapted(block)[0]
         )
@@ -276,7 +286,25 @@ class _Builder:
         """The same of a backward pass, without recomputation."""
         seconds, launch = self.forward(block, weights)
         every = max(weights.trained + weights.packed + weights.frozen_bytes / 2, 1.0)
-        return seconds * (1.0 + min(weights.trained / every, 1.0)), launch * _BACKWARD_KERNELS
+        seconds *= 1.0 + min(weights.trained / every, 1.0)
+        return seconds, launch * (1.0 if self.job.capture else _BACKWARD_KERNELS)
+
+    def structures(self, w: _Weights, count: int) -> float:
+        """How many structures its blocks have at most, of those with one place and policy."""
+        if self.fused(w):  # each module has functions of its own
+            return float(count)
+        return 1.0 if w.trained else 2.0  # into the first block comes nothing that needs a gradient
+
+    def recorded(self, block: BlockSpec, w: _Weights, g: GroupSpec) -> Recorded:
+        """What recordings of it take."""
+        size = self.job.dtype_bytes
+        adapters = 4.0 * w.adapters
+        if self.live is not None and not w.adapters:  # a live model has them: with gradient and both moments
+            adapters = g.fixed / 4
+        return recorded(
+            float(block.hidden * size * self.tm), self.saved_bytes(block, w) * self.tm, adapters,
+            float(g.scratch), float(2 * size * w.packed), self.tm,
+        )  # fmt: skip
 
     def saved_bytes(self, block: BlockSpec, weights: _Weights) -> float:
         """Bytes a token that autograd keeps.
@@ -413,6 +441,10 @@ class _Builder:
         again[DEV] = again[ACT] = float(block.hidden * self.job.dtype_bytes * self.held)
         again[GPU_B], again[RUN_B] = self.forward(block, w)
         again[GPU_B] += self._decoding(w, self.k)
+        if self.job.capture:  # a replay of backward has it in; of the others, what is saved is copied
+            again[RUN_B] = 0.0
+            for row in (keep, off):
+                row[GPU_F] = row[GPU_B] = saved * self.ts / self.copy
         return dict(zip(POLICIES, (keep, off, again), strict=True))
 
     def common(self, block: BlockSpec, w: _Weights, g: GroupSpec, head: int) -> list[float]:
@@ -422,6 +454,10 @@ class _Builder:
         if block.kind == "block":
             row[GPU_F], row[RUN_F] = self.forward(block, w)
             row[GPU_B], row[RUN_B] = self.backward(block, w)
+            if self.job.capture:
+                taken = self.recorded(block, w, g)
+                row[GPU_F] += self.k * taken.forward / self.copy
+                row[GPU_B] += self.k * taken.backward / self.copy
         elif head:
             rate = matmul_rate(self.hw, "bfloat16", (self.tm * max(head, 1)) ** (1 / 3))
             seconds = 2.0 * self.ts * head / rate
@@ -435,6 +471,15 @@ def _whole(rows: list[Any]) -> Tensor:
     tensor = torch.tensor(rows, dtype=torch.float64)
     tensor[..., _BYTES] = tensor[..., _BYTES].ceil()
     return tensor
+
+
+def _held(records: Sequence[tuple[Recorded, float]], free: Sequence[bool], job: Job) -> Tensor:
+    both = 2.0 if "recompute" in job.policies and len(job.policies) > 1 else 1.0
+    rows = [
+        (taken.fixed, taken.pair, sorts, both if each else 1.0)
+        for (taken, sorts), each in zip(records, free, strict=True)
+    ]
+    return torch.tensor(rows, dtype=torch.float64).ceil()
 
 
 def tables(
@@ -474,6 +519,7 @@ def tables(
     policy: list[list[list[float]]] = []
     free: list[bool] = []
     sizes: list[tuple[float, ...]] = []
+    records: list[tuple[Recorded, float]] = []
     last, frozen_last, biggest, vocabulary, moving, trained_head = -1, False, 0, 0, 0.0, 0
     for members in classes_of(spec, setting, live):
         first, build.index = spec.blocks[members[0]], members[0]
@@ -497,6 +543,8 @@ def tables(
         biggest = max(biggest, w.largest if w.packed else 0)
         if first.kind == "block":
             last, frozen_last = len(counts), not w.trained
+        taken = build.recorded(first, w, g) if job.capture and first.kind == "block" else _NOTHING
+        records.append((taken, build.structures(w, len(members))))
         counts.append(len(members))
         block.append(first.kind == "block")
         allowed.append(tuple(rows))
@@ -525,6 +573,8 @@ def tables(
         + 4.0 * spec.hidden * job.dtype_bytes * build.tm
     )
     fixed[DEV] += 2 * biggest * job.dtype_bytes
+    pool = max((taken.pool for taken, _ in records), default=0.0) + work + 2.0 * biggest * job.dtype_bytes
+    held = _held(records, free, job)
     tensor = torch.tensor(sizes, dtype=torch.float64).ceil()
     rates = (hardware.h2d_bytes_per_s, hardware.d2h_bytes_per_s, hardware.both_bytes_per_s)
     return Tables(
@@ -535,4 +585,5 @@ def tables(
         ring=tensor[:, 2], copies=tensor[:, 3], stored=tensor[:, 4], grads=tensor[:, 5], saved=tensor[:, 6],
         last=last, frozen_last=frozen_last, reloads=build.reloads, setting=setting,
         rates=(*rates, hardware.disk_read_bytes_per_s), tokens=build.ts,
+        recorded=held if job.capture else None, pool=math.ceil(pool) if job.capture else 0.0,
     )  # fmt: skip

@@ -63,6 +63,7 @@ class Job:
         loss_chunk: Rows of logits at once.
         dtype_bytes: Of a value that computes.
         spare_files: Whether files are used only where nothing fits without.
+        capture: Whether blocks are recorded once and replayed.
     """
 
     seq_len: int = 2048
@@ -78,6 +79,7 @@ class Job:
     loss_chunk: int = 1024
     dtype_bytes: int = 2
     spare_files: bool = True
+    capture: bool = False
 
     def __post_init__(self) -> None:
         """Check what was given.

@@ -73,6 +73,21 @@ def _most(values: Tensor, where: Tensor) -> Tensor:
     return (values * where).amax(dim=1) if values.numel() else torch.zeros(len(where), dtype=torch.float64)
 
 
+def _recordings(tab: Tables, place: Tensor, cpu: bool) -> Tensor:
+    """Return what captured blocks hold on the device."""
+    if tab.recorded is None:
+        return torch.zeros(len(place), dtype=torch.float64)
+    below, here = place[:, :, 2] + place[:, :, 3], place[:, :, 0] + place[:, :, 1]
+    fixed, pair, sorts, ways = tab.recorded.unbind(dim=1)
+    structures = torch.minimum(below, sorts * ways) + torch.minimum(here, sorts * ways)
+    held = (structures * fixed).sum(dim=1)
+    if not cpu:
+        return held + tab.pool
+    # One pair for each slot, and one for each block that has its weights to itself.
+    pairs = torch.minimum(below, (tab.setting.slots + sorts - 1) * ways) + here
+    return held + (pairs * pair).sum(dim=1)
+
+
 def totals(tab: Tables, place: Tensor, policy: Tensor, *, cpu: bool) -> tuple[Tensor, Tensor, Tensor]:
     """Add up the columns, maxima included; return them, the seconds of filling, and what is alone."""
     count = len(place)
@@ -88,6 +103,7 @@ def totals(tab: Tables, place: Tensor, policy: Tensor, *, cpu: bool) -> tuple[Te
     again, off = policy[:, :, 2] > 0, policy[:, :, 1] > 0
     device = used * _most(tab.slot, paged) + _most(tab.slot, (below > 0) & ~stack)
     device = device + (used - 1).clamp(min=1.0) * _most(tab.staged, below > 0) + _most(tab.grads, away)
+    device = device + _recordings(tab, place, cpu)
     moving = torch.maximum(_most(tab.saved, again), 2 * _most(tab.saved, off)).clamp(min=tab.moving)
     moving = (moving + tab.work).clamp(min=tab.logits)
     device = device + moving

@@ -11,6 +11,7 @@ from ts_core.errors import OptionError
 from ts_core.testing import devices
 from ts_hf.isolation import isolate_documents
 from ts_hf.packing import check_isolation, pack_sequences
+from ts_quant import quantize_model
 
 
 def gpt_oss(seed=0):
@@ -88,6 +89,31 @@ def test_another_document_leaves_the_logits_bit_equal(make):
         else:
             assert torch.equal(after[0, outside], before[0, outside])
         assert not torch.equal(after[0, ~outside], before[0, ~outside])
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("codec", [None, "nf4"])
+@pytest.mark.parametrize("kind", ["gpt_oss", "mixtral", "qwen3_moe"])
+def test_experts_token_by_token_leave_the_logits_bit_equal(kind, codec, device):
+    """Then no product has a number of rows that depends on another document."""
+    model = gpt_oss() if kind == "gpt_oss" else tiny_model(kind, num_hidden_layers=4)
+    model = model.requires_grad_(False).to(device)
+    if codec:
+        assert quantize_model(model, codec)["tensors"]
+    model.set_experts_implementation("batched_mm")
+    isolate_documents(model)
+    for seed in range(4):
+        batch = pack_sequences(texts(7, 5, 9, seed=seed), 21)
+        before = call(model, batch)
+        for row, begin, end in borders(batch):
+            ids = batch["input_ids"].clone()
+            ids[row, begin:end] = (ids[row, begin:end] + 13) % 97
+            after = call(model, {**batch, "input_ids": ids})
+            outside = torch.ones(21, dtype=torch.bool)
+            outside[begin:end] = False
+            assert torch.equal(after[0, outside], before[0, outside])
+            assert not torch.equal(after[0, ~outside], before[0, ~outside])
 
 
 def test_without_it_gpt_oss_is_refused():

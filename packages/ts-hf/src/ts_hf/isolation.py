@@ -132,7 +132,9 @@ def isolate_documents(model: nn.Module) -> None:
     For most models nothing is to be done. A model whose masks are made without the positions gets them
     before each forward pass over packed rows, and rotary frequencies that depend on the length ("longrope")
     become those of each document's own length, as if it were alone. Call it before `trainstream.wrap`; the
-    Trainer's `packing` does.
+    Trainer's `packing` does. In a mixture of experts another document may change the last bits of its
+    neighbours, since experts then multiply another number of rows; with
+    `model.set_experts_implementation("batched_mm")`, which takes more memory, it does not.
 
     Args:
         model: A transformers `*ForCausalLM`, or a PEFT model around one.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -11,7 +12,6 @@ import time
 import warnings
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from trainstream import _folders
 from trainstream._budget import host_used
 from trainstream._session import Session, host_peak_bytes
 from trainstream.cli import loop, models, output, storage
+from trainstream.cli.background import BackgroundWriter
 from trainstream.cli.console import Console, tiers_text
 from trainstream.cli.data import load_data, read_sources, spread
 from trainstream.cli.interrupt import Interrupt
@@ -118,7 +119,7 @@ def _resumed_settings(
     return dataclasses.replace(resumed, output_dir=str(checkpoint.folder.parent))
 
 
-@contextmanager
+@contextlib.contextmanager
 def _quiet_libraries() -> Iterator[None]:
     """Silence progress bars and advice of the libraries used, which a user of this command cannot act on."""
     from transformers.utils import logging as transformers_logging
@@ -158,6 +159,7 @@ class _Run:
         self.progress = loop.Progress()
         self.loss_before: float | None = None
         self.loss_after: float | None = None
+        self.writer: BackgroundWriter | None = None
 
     def carry_out(self) -> int:
         self._prepare()
@@ -168,8 +170,9 @@ class _Run:
                 _folders.sweep(self.output_dir)
                 # Dropout then does not depend on what was drawn before the first step.
                 torch.manual_seed(self.settings.seed)
-            if not self._stopping():
-                self._train()
+            with self.writer.waited_for() if self.writer else contextlib.nullcontext():
+                if not self._stopping():
+                    self._train()
             if self._stopping():
                 return self._stopped()
             result = self._save_result()
@@ -218,6 +221,9 @@ class _Run:
             model, settings, self.total_steps, self.device, plan
         )
         self.names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        if settings.save_in_background is not False:
+            bound = None if settings.save_in_background is True else int(settings.save_in_background)
+            self.writer = BackgroundWriter(self.session, bound, self._saved)
         if self.checkpoint:
             self._restore(self.checkpoint)
         self._announce_start(why)
@@ -344,18 +350,20 @@ class _Run:
                 self.session.record(events)
             if self.settings.trace:
                 self.session.trace(self.output_dir / output.TRACE_FILE)
-            loop.train(
-                self.model,
-                self.optimizer,
-                self.scheduler,
-                self.data.train,
-                self.settings,
-                total_steps=self.total_steps,
-                progress=self.progress,
-                console=self.console,
-                interrupt=self.interrupt,
-                save=self._save_checkpoint,
-            )
+            with self.writer.errors() if self.writer else contextlib.nullcontext():
+                loop.train(
+                    self.model,
+                    self.optimizer,
+                    self.scheduler,
+                    self.data.train,
+                    self.settings,
+                    total_steps=self.total_steps,
+                    progress=self.progress,
+                    console=self.console,
+                    interrupt=self.interrupt,
+                    save=self._save_checkpoint,
+                    poll=self.writer.poll if self.writer else lambda: None,
+                )
         except StorageError:
             full = True  # what was written is in the way
             raise
@@ -365,7 +373,7 @@ class _Run:
             if fresh and (full or self.progress.step == before):
                 events.unlink(missing_ok=True)
 
-    def _save_checkpoint(self) -> Path:
+    def _save_checkpoint(self, *, at_once: bool = False) -> Path:
         final = self.output_dir / f"checkpoint-{self.progress.step}"
         data = {
             "step": self.progress.step,
@@ -385,6 +393,10 @@ class _Run:
             "random": loop.random_state(),
         }
 
+        if self.writer and not at_once:
+            self.writer.save(final, data, state, self.settings.loss_chunk_size)
+            return final
+
         def write(staging: Path) -> None:
             models.save_weights(self.model, staging)
             write_plan(staging, self.session, loss_chunk_size=self.settings.loss_chunk_size)
@@ -393,16 +405,19 @@ class _Run:
         # An attempt that fails leaves nothing, and the checkpoints before it as they were.
         with output.storage_errors(final):
             _folders.write_folder(final, write)
-        storage.prune(self.output_dir, self.settings.save_total_limit)
-        self.console.event("checkpoint", step=self.progress.step, path=str(final))
+        self._saved(final)
         return final
+
+    def _saved(self, final: Path) -> None:
+        storage.prune(self.output_dir, self.settings.save_total_limit)
+        self.console.event("checkpoint", step=int(final.name.rpartition("-")[2]), path=str(final))
 
     def _stopped(self) -> int:
         step = self.progress.step
         if step == 0 or (self.checkpoint and step == self.checkpoint.data["step"]):
             kept = self.checkpoint.folder if self.checkpoint else None
         else:
-            kept = self._save_checkpoint()
+            kept = self._save_checkpoint(at_once=True)
         command = f"trainstream finetune resume={shlex.quote(str(kept))}" if kept else None
         self.console.event("interrupted", step=step, checkpoint=str(kept) if kept else None, resume=command)
         if command:

@@ -152,6 +152,7 @@ def train(
     console: Console,
     interrupt: Interrupt,
     save: Callable[[], object],
+    poll: Callable[[], object] = lambda: None,
 ) -> None:
     """Train from `progress.step` to `total_steps`, or until an interrupt is requested.
 
@@ -169,6 +170,7 @@ def train(
         console: Told about losses.
         interrupt: Asked before every micro-batch.
         save: Called every `save_steps` steps.
+        poll: Called after every step.
     """
     device = compute_device(model)
     accumulation = settings.gradient_accumulation_steps
@@ -205,6 +207,7 @@ def train(
         _report(model, scheduler, settings, total_steps, progress, console, since_log)
         if save_steps and progress.step % save_steps == 0 and progress.step < total_steps:
             save()
+        poll()
 
 
 def _told(model: Any, batches: list[dict[str, torch.Tensor]]) -> int:

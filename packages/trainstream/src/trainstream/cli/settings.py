@@ -114,6 +114,11 @@ def _bool(key: str, value: Any) -> bool:
     return boolean(key, _as_number(value))
 
 
+def _background(key: str, value: Any) -> bool | int:
+    found = _as_number(value)
+    return bool(found) if found is None or isinstance(found, bool) else parse_bytes(found, name=key)
+
+
 _CODECS = ("nf4", "int8", "fp8", "mxfp8", "fp8_row", "fp8_block", "nvfp4", "none")
 
 
@@ -189,6 +194,11 @@ class Settings:
         None, _optional(_int(0)), "default 20 for lora, 200 for full; 0: only at the end"
     )
     save_total_limit: int = _key(2, _int(1), "checkpoints kept")
+    save_in_background: bool | int = _key(
+        False,
+        _background,
+        "true, or the RAM that steps may copy meanwhile, such as 2GiB: a thread writes the checkpoints",
+    )
     resume_from_checkpoint: str | None = _key(
         None, _optional(_str), "a run folder, a checkpoint folder, or latest", "resume"
     )
@@ -235,8 +245,8 @@ ALIASES = {alias: name for name, entry in _FIELDS.items() for alias in entry.met
 # What a resumed run may be told anew; the rest is part of what makes it the same run.
 FIXED_ON_RESUME = frozenset(_FIELDS) - {
     "device", "disk", "eval_batches", "events", "export_decoded_base", "logging_steps", "max_steps",
-    "num_train_epochs", "ram", "resume_from_checkpoint", "save_steps", "save_total_limit", "threads", "trace",
-    "vram", "wrap",
+    "num_train_epochs", "ram", "resume_from_checkpoint", "save_in_background", "save_steps",
+    "save_total_limit", "threads", "trace", "vram", "wrap",
 }  # fmt: skip
 
 

@@ -22,6 +22,7 @@ __all__ = [
     "latest",
     "prune",
     "read_state",
+    "seal",
     "unflatten",
     "write_state",
 ]
@@ -52,12 +53,22 @@ class Checkpoint:
 
 
 def write_state(folder: Path, data: dict[str, Any], state: Any) -> None:
-    """Write data and state into a folder that already holds the weights; call it last.
-
-    The JSON file lists every other file with its size, so that a folder which lost a part is recognised.
-    """
+    """Write data and state into a folder that already holds the weights; call it last."""
     tree, tensors = flatten(state)
     save_safetensors(tensors, folder / TENSOR_FILE)
+    seal(folder, data, tree)
+
+
+def seal(folder: Path, data: dict[str, Any], tree: Any) -> None:
+    """Write the JSON file of a folder that holds everything else.
+
+    It lists every other file with its size, so that a folder which lost a part is recognised.
+
+    Args:
+        folder: Of the checkpoint.
+        data: As for `write_state`.
+        tree: What `flatten` made of the state, beside the tensors.
+    """
     files = {
         str(path.relative_to(folder)): path.stat().st_size for path in folder.rglob("*") if path.is_file()
     }

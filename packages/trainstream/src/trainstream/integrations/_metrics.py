@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -11,9 +12,16 @@ from torch.optim import Optimizer
 from trainstream._meter import Meter
 from trainstream._session import Session
 
-__all__ = ["LogMetrics"]
+__all__ = ["LogMetrics", "takes_numbers_only"]
 
 _GB = 1e9
+# They warn at every log about a text among the numbers, and leave it out.
+_NUMBERS_ONLY = ("TensorBoardCallback", "MLflowCallback", "ClearMLCallback", "DVCLiveCallback")
+
+
+def takes_numbers_only(callbacks: Iterable[Any]) -> bool:
+    """Whether one of a Trainer's callbacks sends logs to a service that takes no text."""
+    return any(cls.__name__ in _NUMBERS_ONLY for each in callbacks for cls in type(each).__mro__)
 
 
 class LogMetrics:

@@ -34,7 +34,7 @@ from trainstream.integrations._background import background_option, load_optimiz
 from trainstream.integrations._batches import RowPacking, packing_option, recompute_of, refuse_misspelled
 from trainstream.integrations._chunking import chunking_obstacle, loss_in_chunks
 from trainstream.integrations._clipping import can_clip, clip_gradients_
-from trainstream.integrations._metrics import LogMetrics
+from trainstream.integrations._metrics import LogMetrics, takes_numbers_only
 from trainstream.integrations._plan_file import SavedPlan, read_plan, write_plan
 from ts_core.errors import ArgumentTypeError, OptionError
 from ts_core.headroom import RamGuard
@@ -402,12 +402,17 @@ class TrainStreamTrainer(Trainer):  # type: ignore[misc]
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Log, with TrainStream's metrics beside the training loss."""
+        limiter = None
         if self._ts_metrics is not None and "loss" in logs:
             logs.update(self._ts_metrics.take())
+            if takes_numbers_only(self.callback_handler.callbacks):
+                limiter = logs.pop("ts_limiter", None)
             session = session_of(self.model)
             for recorder in session.recorders if session is not None else ():
                 recorder.loss(self.state.global_step, logs["loss"])
         super().log(logs, *args, **kwargs)
+        if limiter is not None:
+            self.state.log_history[-1]["ts_limiter"] = limiter
 
     # ---------------------------------------------------------------------------------- checkpoints
 

@@ -12,6 +12,7 @@ also appended to ``--out``.
     python compare.py --scenario full1.5b --engines trainstream-full --wrap vram_budget=16GiB \
         moment_dtype=int8 --profile 3 --out-trace full.json.gz
     python compare.py --engines trainstream-nf4 --kernels true --fused-lora true --attention auto --profile 3
+    python compare.py --scenario lora14b_var --engines trainstream-nf4,bnb-liger  # packed documents
     python compare.py --scenario lora7b --tokens 8192 \
         --engines trainstream,trainstream-offload,trainstream-recompute,stock-ckpt,stock-save-on-cpu
 
@@ -21,11 +22,13 @@ the model starts in RAM. `--clip` is `clip_grad_norm_` for rivals and `max_grad_
 what PyTorch's allocator may take while training (GiB), for every engine; ours with a `vram_budget` keeps to
 the smaller of both.
 
-Steps are timed once `session.adapting` is False. `t_forward_s`, `t_backward_s` and `t_optimizer_s` are
-medians on the GPU's own timeline. For ours a full fine-tune is measured in parts too, in a process of their
-own: the resident model's forward and backward without any optimizer, and the host AdamW alone. With every
-update on the host, due between two backward passes, a step takes `bound_s` = t_bwd + max(t_fwd, t_adamw) at
-least; `bound_frac` is the step over it.
+Steps are timed once `session.adapting` is False. Where an engine of ours and a rival are within 10 % of each
+other, both are run three times; the last line says which is faster by more than its runs differ.
+`t_forward_s`, `t_backward_s` (of a micro-batch) and `t_optimizer_s` are medians on the GPU's own timeline.
+For ours a full fine-tune is measured in parts too, in a process of their own: the resident model's forward
+and backward without any optimizer, and the host AdamW alone. With every update on the host, due between two
+backward passes, a step takes `bound_s` = t_bwd + max(t_fwd, t_adamw) at least; `bound_frac` is the step over
+it.
 
 `nvml_peak_gb` is the most that the process held while training, CUDA context included.
 `host_state_bytes_per_parameter` is what AdamW keeps in RAM (moments and fp32 masters, 12 / 8 / 6 bytes with
@@ -61,18 +64,9 @@ from typing import Any
 import engines
 import measure
 import timeline
+import verdicts
+from scenarios import SCENARIOS, Rows, Scenario, draw
 
-#: name -> (shape, kind, batch, tokens per row, VRAM cap in GiB or 0)
-SCENARIOS = {
-    "tiny": ("tiny", "lora", 1, 64, 0),
-    "tiny-full": ("tiny", "full", 2, 64, 0),
-    "lora7b": ("7b", "lora", 1, 512, 0),
-    "lora7b_12gb": ("7b", "lora", 1, 512, 11.4),  # a 12 GiB card less 0.6 for context and libraries
-    "lora14b": ("14b", "lora", 1, 512, 0),
-    "lora14b_2k": ("14b", "lora", 1, 2048, 0),
-    "full0.5b": ("0.5b", "full", 4, 512, 0),
-    "full1.5b": ("1.5b", "full", 4, 512, 0),
-}
 WARMUP = 3
 PHASES = {"fwd": "forward", "bwd": "backward"}
 SETTLE = 40  # steps after which a session that still adapts is timed all the same
@@ -80,22 +74,23 @@ NAMED = ("kernels", "fused_lora", "attention")  # options of wrap() with a flag 
 PARTS = "parts:"  # before an engine's name: its model and its optimizer, each alone
 
 
-def scenario_of(args: argparse.Namespace) -> tuple[str, str, int, int, float]:
-    """Shape, kind, batch, tokens and cap, what the command line says going first."""
-    shape, kind, batch, tokens, cap = SCENARIOS[args.scenario]
-    return args.shape or shape, kind, args.batch or batch, args.tokens or tokens, args.cap_gb or cap
+def scenario_of(args: argparse.Namespace) -> Scenario:
+    """The scenario, what the command line says going first."""
+    said = {"shape": args.shape, "batch": args.batch, "tokens": args.tokens, "cap": args.cap_gb}
+    said["accumulate"] = args.accumulate
+    return dataclasses.replace(SCENARIOS[args.scenario], **{key: it for key, it in said.items() if it})
 
 
 def setting_of(args: argparse.Namespace, engine: str, *, bare: bool = False) -> engines.Setting:
     """What an engine is asked for."""
     import torch
 
-    shape, kind, batch, _, _ = scenario_of(args)
+    scenario = scenario_of(args)
     return engines.Setting(
         engine=engine,
-        shape=shape,
-        kind=kind,
-        batch=batch,
+        shape=scenario.shape,
+        kind=scenario.kind,
+        batch=scenario.batch,
         device="cuda" if torch.cuda.is_available() else "cpu",
         wrap=args.wrap,
         clip=args.clip,
@@ -144,7 +139,7 @@ def cap_memory(args: argparse.Namespace, setting: engines.Setting) -> float:
 
     from ts_core.memory import parse_bytes
 
-    cap = scenario_of(args)[-1]
+    cap = scenario_of(args).cap
     # The resident side of a comparison for equality need not fit.
     if not cap or (args.equality and not engines.is_streamed(setting.engine)):
         return 0.0
@@ -162,33 +157,42 @@ class Loop:
         """Begin with the first tokens."""
         import torch
 
-        shape, _, self.batch, self.tokens, _ = scenario_of(args)
+        self.scenario = scenario_of(args)
         self.engine, self.device = engine, device
         self.cuda = device == "cuda"
-        self.high = engines.vocabulary(shape)
+        self.high = engines.vocabulary(self.scenario.shape)
         self.generator = torch.Generator().manual_seed(1)
         self.clock = measure.StepClock(self.cuda)
         self.losses: list[Any] = []
         self.times: list[float] = []
 
+    def _rows(self) -> list[Rows]:
+        """The micro-batches of a step, on the device."""
+        drawn = [draw(self.scenario, self.high, self.generator) for _ in range(self.scenario.accumulate)]
+        return [rows.to(self.device) for rows in drawn]
+
     def run(self, name: str = "step") -> None:
         """One step."""
         import torch
 
-        ids = torch.randint(0, self.high, (self.batch, self.tokens), generator=self.generator).to(self.device)
+        batches = self._rows()
         phase = self.clock.phase
         begin = time.perf_counter()
+        total = 0.0
         with phase(name):
-            with phase("forward"):
-                loss = self.engine.loss_of(ids)
-            with phase("backward"):
-                self.engine.backward(loss)
+            for rows in batches:
+                with phase("forward"):
+                    loss = self.engine.loss_of(rows.ids, rows.positions, rows.labels)
+                    loss = loss / len(batches) if len(batches) > 1 else loss
+                with phase("backward"):
+                    self.engine.backward(loss)
+                total = total + loss.detach()
             with phase("optimizer"):
                 self.engine.step()
             if self.cuda:
                 torch.cuda.synchronize()
         self.times.append(time.perf_counter() - begin)
-        self.losses.append(loss.detach())
+        self.losses.append(total)
 
     def settle(self, args: argparse.Namespace) -> bool:
         """Warm up until the session has adapted; whether it has."""
@@ -288,14 +292,17 @@ def time_fields(loop: Loop, first: int) -> dict:
     return {
         "warmup_steps": first,
         "steps": len(timed),
-        "batch": loop.batch,
-        "tokens": loop.tokens,
+        "batch": loop.scenario.batch,
+        "accumulate": loop.scenario.accumulate,
+        "tokens": loop.scenario.tokens,
         "step_s": round(step_s, 5),
         "step_min_s": round(min(timed), 5),
         "step_max_s": round(max(timed), 5),
         **loop.clock.fields(),
         "step_times_s": [round(x, 4) for x in loop.times],
-        "tokens_per_s": round(loop.batch * loop.tokens / step_s, 1),
+        "tokens_per_s": round(
+            loop.scenario.batch * loop.scenario.tokens * loop.scenario.accumulate / step_s, 1
+        ),
     }
 
 
@@ -384,17 +391,19 @@ def profile(args: argparse.Namespace, loop: Loop) -> dict:
         profiler.export_chrome_trace(str(path))
         trace = json.loads(path.read_text(), strict=False)  # names of kernels may hold anything
     recorder.add_to(trace)
+    ops = measure.operators(profiler, args.profile + 1) if args.profile_ops else {}
     found: dict[str, Any] = {
         "traced_step_s": round(statistics.median(loop.times[first + 1 :]), 5),
         **timeline.summary(timeline.analyze(trace)),
         **measure.launches(trace, args.profile + 1),
+        **ops,
     }
     if args.out_trace:
         path = args.out_trace
         if len(args.engines.split(",")) > 1:
             path = path.with_name(f"{path.name.split('.')[0]}-{args.worker}{''.join(path.suffixes)}")
         if args.also_tokens:
-            path = path.with_name(f"{path.name.split('.')[0]}-{loop.tokens}{''.join(path.suffixes)}")
+            path = path.with_name(f"{path.name.split('.')[0]}-{loop.scenario.tokens}{''.join(path.suffixes)}")
         text = json.dumps(trace)
         if path.suffix == ".gz":
             path.write_bytes(gzip.compress(text.encode(), 6))
@@ -430,25 +439,6 @@ def parts(args: argparse.Namespace, engine: str) -> dict:
 
 
 # ---- all of them ----
-
-
-def equality(results: list[dict]) -> dict:
-    """Compare the losses and the trained weights of all runs with those of the first."""
-    good = [result for result in results if "losses_exact" in result]
-    first = good[0]["losses_exact"] if good else []
-    steps = [
-        next((i for i, (a, b) in enumerate(zip(first, r["losses_exact"], strict=True)) if a != b), None)
-        for r in good
-    ]
-    different = [step for step in steps if step is not None]
-    return {
-        "what": "equality",
-        "engines": [result["engine"] for result in results],
-        "steps": len(first),
-        "losses_equal": len(good) == len(results) > 1 and not different,
-        "weights_equal": len(good) == len(results) > 1 and len({r["trained_sha256"] for r in good}) == 1,
-        "first_difference": min(different, default=None),
-    }
 
 
 def run_one(words: list[str], engine: str, timeout: float, *, equal: bool = False) -> dict:
@@ -492,15 +482,6 @@ def results_of(printed: str) -> list[dict]:
     return [json.loads(line.removeprefix(head)) for line in printed.splitlines() if line.startswith(head)]
 
 
-def with_bound(result: dict, found: dict) -> dict:
-    """Add the parts, the bound that follows from them, and the step over it."""
-    if "error" in found or "error" in result:
-        return {**result, "parts": found}
-    bound = found["t_bwd_s"] + max(found["t_fwd_s"], found["t_adamw_s"])
-    frac = result["step_s"] / bound
-    return {**result, "parts": found, "bound_s": round(bound, 5), "bound_frac": round(frac, 4)}
-
-
 def emit(out: Path | None, line: dict) -> None:
     """Print a line and append it to the file."""
     text = json.dumps(line)
@@ -533,8 +514,10 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--also-tokens", type=int, nargs="*", default=[], help="then these, in the same process"
     )
-    made.add_argument("--batch", type=int, help="rows of a step (default: the scenario's)")
+    made.add_argument("--batch", type=int, help="rows of a micro-batch (default: the scenario's)")
+    made.add_argument("--accumulate", type=int, help="micro-batches of a step (default: the scenario's)")
     made.add_argument("--repeat", type=int, default=1, help="runs of each engine, taken in turn")
+    made.add_argument("--once", action="store_true", help="never run engines again that are within 10 %%")
     made.add_argument("--timeout", type=int, default=300, help="seconds for one run")
     made.add_argument("--out", type=Path, help="file that JSON lines are appended to")
     made.add_argument(
@@ -552,6 +535,7 @@ def parser() -> argparse.ArgumentParser:
     made.add_argument(
         "--profile", type=int, default=0, metavar="N", help="record N steps after the timed ones"
     )
+    made.add_argument("--profile-ops", action="store_true", help="with --profile: costliest operators too")
     made.add_argument("--out-trace", type=Path, metavar="FILE", help="keep the trace: *.json or *.json.gz")
     made.add_argument("--smoke", action="store_true", help="tiny, two steps: does the script work")
     made.add_argument("--worker", help=argparse.SUPPRESS)
@@ -574,22 +558,30 @@ def main() -> int:
     names = args.engines.split(",")
     if unknown := sorted(set(names) - set(engines.ENGINES)):
         parser().error(f"unknown engines {', '.join(unknown)}; known: {', '.join(engines.ENGINES)}")
-    bounded = scenario_of(args)[1] == "full" and not args.no_parts and not args.equality
-    results = []
+    bounded = scenario_of(args).kind == "full" and not args.no_parts and not args.equality
+    results: list[dict] = []
+    firsts: list[dict] = []  # of each process: with the scenario's own number of tokens
     measured: dict[bool, dict] = {}
-    for engine in names * args.repeat:
+    waiting = names * args.repeat
+    while waiting:
+        engine = waiting.pop(0)
         result, *more = run_all(words, engine, args.timeout, equal=args.equality)
         if bounded and engines.is_ours(engine):
             low = engine.endswith("-bf16")
             if low not in measured:
                 measured[low] = run_one(words, PARTS + engine, args.timeout)
-            result = with_bound(result, measured[low])
+            result = verdicts.with_bound(result, measured[low])
         for line in (result, *more):
             results.append({"scenario": args.scenario, **line})
             emit(args.out, results[-1])
+        firsts.append(result)
+        if not waiting and not args.once and not args.equality:
+            waiting = verdicts.close(firsts)
+    if not args.equality and (line := verdicts.pairs(firsts))["pairs"]:
+        emit(args.out, {"scenario": args.scenario, **line})
     failed = any("error" in result for result in results)
     if args.equality:
-        verdict = equality(results)
+        verdict = verdicts.equality(results)
         failed |= not (verdict["losses_equal"] and verdict["weights_equal"])
         emit(args.out, {"scenario": args.scenario, "vram_budget": args.vram_budget, **verdict})
     return int(failed)

@@ -14,14 +14,24 @@ from typing import Any
 
 __all__ = ["ENGINES", "SHAPES", "Engine", "Setting", "build", "is_ours", "is_streamed", "make", "vocabulary"]
 
-#: Qwen2-family shapes: hidden, intermediate, layers, heads, key-value heads, vocabulary, tied head.
+#: Hidden, intermediate, layers, heads, key-value heads, vocabulary, tied head. Qwen2 but for `FAMILIES`.
 SHAPES = {
     "tiny": (64, 128, 2, 4, 2, 512, False),
+    "tiny-llama": (64, 128, 2, 4, 2, 512, False),
     "0.5b": (896, 4864, 24, 14, 2, 151936, True),
     "1.5b": (1536, 8960, 28, 12, 2, 151936, True),
     "7b": (3584, 18944, 28, 28, 4, 152064, False),
+    "8b-llama": (4096, 14336, 32, 32, 8, 128256, False),
+    "8b-qwen3": (4096, 12288, 36, 32, 8, 151936, False),
     "14b": (5120, 13824, 48, 40, 8, 152064, False),
 }
+#: Shape -> (class prefix in transformers, name of the family, more of its config).
+FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "tiny-llama": ("Llama", "llama", {}),
+    "8b-llama": ("Llama", "llama", {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}),
+    "8b-qwen3": ("Qwen3", "qwen3", {"head_dim": 128, "rope_theta": 1000000.0}),
+}
+QWEN2: tuple[str, str, dict[str, Any]] = ("Qwen2", "qwen2", {})
 SHAPE_KEYS = (
     "hidden_size",
     "intermediate_size",
@@ -129,14 +139,14 @@ class Engine:
     Attributes:
         model: Has the trained parameters.
         optimizer: Whatever the engine updates with.
-        loss_of: Forward pass of token ids, and the loss.
+        loss_of: Forward pass of token ids, and the loss. Takes positions of packed documents and labels too.
         backward: Takes the loss.
         step: Clips, updates and drops the gradients.
     """
 
     model: Any
     optimizer: Any
-    loss_of: Callable[[Any], Any]
+    loss_of: Callable[..., Any]
     backward: Callable[[Any], None]
     step: Callable[[], None]
 
@@ -167,14 +177,16 @@ def build(shape: str, dtype, device: str, replace=None, home: str | None = None,
     ``replace(linear)`` swaps each block linear.
     """
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    import transformers
 
+    prefix, _, more = FAMILIES.get(shape, QWEN2)
+    given = {"rms_norm_eps": 1e-6, "max_position_embeddings": 32768, "use_cache": False, **more}
     sizes = dict(zip(SHAPE_KEYS, SHAPES[shape], strict=True))
-    config = Qwen2Config(**sizes, rms_norm_eps=1e-6, max_position_embeddings=32768, use_cache=False)
+    config = getattr(transformers, f"{prefix}Config")(**sizes, **given)
     config._attn_implementation = attention
     home = home or device
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(config).to(dtype)
+        model = getattr(transformers, f"{prefix}ForCausalLM")(config).to(dtype)
     generator = torch.Generator(device).manual_seed(0)
     for name, module in list(model.named_modules()):
         for key, parameter in list(module.named_parameters(recurse=False)):
@@ -235,9 +247,9 @@ def make(setting: Setting) -> Engine:
 
     engine = setting.engine
     if engine == "bnb-liger":
-        from liger_kernel.transformers import apply_liger_kernel_to_qwen2
+        import liger_kernel.transformers as liger
 
-        apply_liger_kernel_to_qwen2()
+        getattr(liger, f"apply_liger_kernel_to_{FAMILIES.get(setting.shape, QWEN2)[1]}")()
     options = setting.options
     at_home = "vram_budget" in options and not setting.bare
     model = build(
@@ -291,38 +303,45 @@ def _nothing() -> None:
     pass
 
 
-def _own_loss(model: Any) -> Callable[[Any], Any]:
+def _own_loss(model: Any) -> Callable[..., Any]:
     from ts_hf.losses import backbone, causal_lm_loss_for
 
-    return lambda ids: causal_lm_loss_for(model, backbone(model)(input_ids=ids).last_hidden_state, ids)
+    def loss_of(ids: Any, positions: Any = None, labels: Any = None) -> Any:
+        hidden = backbone(model)(input_ids=ids, position_ids=positions).last_hidden_state
+        return causal_lm_loss_for(model, hidden, ids if labels is None else labels)
+
+    return loss_of
 
 
-def _stock_loss(model: Any) -> Callable[[Any], Any]:
-    return lambda ids: model(input_ids=ids, labels=ids).loss
+def _stock_loss(model: Any) -> Callable[..., Any]:
+    def loss_of(ids: Any, positions: Any = None, labels: Any = None) -> Any:
+        return model(input_ids=ids, position_ids=positions, labels=ids if labels is None else labels).loss
+
+    return loss_of
 
 
-def _computing(setting: Setting, loss_of: Callable[[Any], Any]) -> Callable[[Any], Any]:
+def _computing(setting: Setting, loss_of: Callable[..., Any]) -> Callable[..., Any]:
     """The loss under autocast, or with saved tensors on the host, where the engine has them so."""
     import torch
 
     if setting.engine == "stock-save-on-cpu":
 
-        def saving(ids: Any) -> Any:
+        def saving(*rows: Any) -> Any:
             with torch.autograd.graph.save_on_cpu(pin_memory=setting.device == "cuda"):
-                return loss_of(ids)
+                return loss_of(*rows)
 
         return saving
     if not setting.autocast:
         return loss_of
 
-    def cast(ids: Any) -> Any:
+    def cast(*rows: Any) -> Any:
         with torch.autocast(setting.device, dtype=torch.bfloat16):
-            return loss_of(ids)
+            return loss_of(*rows)
 
     return cast
 
 
-def _torchao(setting: Setting, model: Any, trained: list[Any], loss_of: Callable[[Any], Any]) -> Engine:
+def _torchao(setting: Setting, model: Any, trained: list[Any], loss_of: Callable[..., Any]) -> Engine:
     import torch
     from torchao.optim import CPUOffloadOptimizer
 

@@ -16,7 +16,8 @@ import argparse
 import sys
 from pathlib import Path
 
-from compare import SCENARIOS, emit, run_one
+from compare import emit, run_one
+from scenarios import SCENARIOS
 
 ENGINES = {"fp32": "trainstream-full", "bf16": "trainstream-full-bf16"}
 
@@ -26,7 +27,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    full = sorted(name for name, row in SCENARIOS.items() if row[1] == "full")
+    full = sorted(name for name, row in SCENARIOS.items() if row.kind == "full")
     parser.add_argument("--scenario", choices=full, default="full1.5b")
     parser.add_argument("--weights", default="fp32,bf16", help="formats of weights (default %(default)s)")
     parser.add_argument("--moments", default="fp32,bf16,int8", help="and of moments (default %(default)s)")

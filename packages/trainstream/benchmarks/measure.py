@@ -27,6 +27,7 @@ __all__ = [
     "launches",
     "link_rate",
     "machine",
+    "operators",
     "optimizer_alone",
     "read_rate",
 ]
@@ -330,6 +331,27 @@ def launches(trace: dict, steps: int) -> dict:
         "kernels": kernels,
     }
     return {"launches_per_step": {key: round(count / steps, 1) for key, count in found.items()}}
+
+
+def operators(profiler: Any, steps: int, most: int = 30) -> dict:
+    """The costliest operators of a profile, by their own time on the device, or on the CPU without one.
+
+    Args:
+        profiler: A `torch.profiler.profile` that has ended.
+        steps: How many it recorded.
+        most: How many to name.
+    """
+    rows = [
+        {
+            "name": row.key[:120],
+            "calls": round(row.count / steps, 1),
+            "device_us": round(getattr(row, "self_device_time_total", 0.0) / steps, 1),
+            "host_us": round(row.self_cpu_time_total / steps, 1),
+        }
+        for row in profiler.key_averages()
+    ]
+    rows.sort(key=lambda row: (row["device_us"], row["host_us"]), reverse=True)
+    return {"operators_per_step": rows[:most]}
 
 
 def machine() -> dict:

@@ -1,8 +1,9 @@
-"""One step of more than 2^31 parameters, in the memory of a few million: `beyond_32_bits.py float32|bfloat16|int8`.
+"""One step of more than 2^31 parameters, in the memory of a few million.
 
-Run as a process of its own: an index that wraps around meets memory that must not be touched. Long tensors are
-one stretch of memory that is mapped again and again, all but their last piece, which goes beyond 2^31 and has
-memory of its own: there the result has to be that of the same step on this piece alone.
+`beyond_32_bits.py float32|bfloat16|int8` is a process of its own: an index that wraps meets memory that
+must not be touched. Long tensors are one stretch of memory that is mapped again and again, all but their last
+piece, which goes beyond 2^31 and has memory of its own: there the result has to be that of the same step on
+this piece alone.
 """
 
 import ctypes

@@ -336,9 +336,11 @@ def test_a_pool_whose_graphs_have_gone_is_not_used_again(monkeypatch):
 
 
 def test_a_recording_that_fails_leaves_pool_and_generators_as_they_were(monkeypatch):
+    """Its pool serves what is recorded there, but is not asked for again: who holds it, nobody knows."""
     graph = fake_cuda(monkeypatch)
     recorder = CudaRecorder(torch.device("cpu", 0))
     kept, _ = recorder.record(lambda: None)
+    (pool,) = graph.live
 
     def fail():
         graph.broken = True
@@ -346,7 +348,38 @@ def test_a_recording_that_fails_leaves_pool_and_generators_as_they_were(monkeypa
 
     with pytest.raises(CannotRecord, match="not permitted"):
         recorder.record(fail)
-    assert list(graph.live.values()) == [1]
     assert not graph.capturing
-    recorder.record(lambda: None)
+    assert pool not in graph.spent
+    again, _ = recorder.record(lambda: None)
+    assert len(graph.live) == 2
+    assert graph.live[pool] >= 1
+    assert (kept.pool, again.pool) == (pool, next(each for each in graph.live if each != pool))
+
+
+def test_work_that_raises_while_it_is_recorded_ends_the_recording(monkeypatch):
+    graph = fake_cuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cpu", 0))
+
+    def fail():
+        raise KeyError("of the block")
+
+    for _ in range(5):
+        with pytest.raises(KeyError):
+            recorder.record(fail)
+        assert not graph.capturing
+    kept, _ = recorder.record(lambda: None)
     assert kept is not None
+
+
+def test_no_more_is_recorded_once_recordings_have_failed_twice(monkeypatch):
+    graph = fake_cuda(monkeypatch)
+    recorder = CudaRecorder(torch.device("cpu", 0))
+
+    def fail():
+        graph.broken = True
+        raise RuntimeError("")
+
+    for expected in ("it failed", "it failed", "no more are tried"):
+        with pytest.raises(CannotRecord, match=expected):
+            recorder.record(fail)
+        graph.broken = False

@@ -25,6 +25,7 @@ from ts_core.guard import GuardedParameter, guard, guard_of, release
 from .activations import park_hook
 from .buffers import HeldBuffer, as_they_were
 from .files import locate
+from .outside import FromOutside
 from .seats import Seat
 from .slots import Slot, SlotLayout, own_view
 from .stand_in import StandIn
@@ -376,6 +377,8 @@ class PagedBlock:
         governor = self.pager.governor
         if governor is not None and torch.is_grad_enabled():
             governor.enter(self, args, kwargs)
+        mode = self.pager.block_mode
+        begin = None if mode is None else mode.moment(self)
         if self.slot is not None:
             self.pager.use(self, fresh=True)
         if not torch.is_grad_enabled():
@@ -383,12 +386,12 @@ class PagedBlock:
             with self._bound(self.views):
                 return function(*args, **kwargs)
         policy = self.pager.policy_of(self)
-        mode = self.pager.block_mode
         if mode is None or function is not self._original or self in self.pager.edges:
             return self._in_graph_mode(function, args, kwargs, policy, trained)
-        run = mode.enter(self, function, args, kwargs, policy)
-        if run is not None:
-            return run.outer()
+        with contextlib.suppress(FromOutside):
+            run = mode.enter(self, function, args, kwargs, policy, begin)
+            if run is not None:
+                return run.outer()
         with mode.watched(self, args, kwargs) as came:
             output = self._in_graph_mode(function, args, kwargs, policy, trained)
             came(output)

@@ -26,9 +26,12 @@ from ts_core.errors import StateError
 from ts_core.memory import format_bytes
 
 from .activations import park_hook
+from .autocast import autocast_now
 from .block import PagedBlock, _version, refuse_create_graph, written_between
 from .buffers import as_they_were
 from .calls import Call, OpaqueArgument, flatten
+from .outside import FromOutside, leads_elsewhere
+from .paying import Timing
 from .rng import RandomState, as_it_was
 from .soleuse import leaves_behind, watch_use
 from .structure import Structure
@@ -42,6 +45,7 @@ _will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 _keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 _has_any_global_hook: Callable[[], bool] = nn.modules.module._has_any_global_hook
 _top_hooks: Callable[[bool], Any] = torch._C._autograd._top_saved_tensors_default_hooks
+_FROM_OUTSIDE = "it uses a tensor with a graph that is neither an argument nor in its modules"
 _RESTLESS = 3  # times that a block may be found changed before its changes are taken for a habit
 
 
@@ -75,8 +79,13 @@ class _Block(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         run = ctx.run
         refuse_create_graph(run.block)
+        if run.timing is not None:
+            run.timing.mark()
         with torch.no_grad():
-            return None, None, *run.backward(grads)
+            found = run.backward(grads)
+        if run.timing is not None:
+            run.timing.mark()
+        return None, None, *found
 
 
 _inside = cast(Callable[..., tuple[Tensor, ...]], _Inside.apply)
@@ -95,6 +104,8 @@ class Interior:
         plain: None of these wraps other tensors, as a packed one does.
         alone: Its recordings serve no other block.
         changes: How often its structure was found changed.
+        renewals: How often what its code looks up outside was found changed.
+        measuring: How long its runs take is being measured.
     """
 
     def __init__(self, block: PagedBlock) -> None:
@@ -102,6 +113,8 @@ class Interior:
         self.changes = 0
         self.reason = ""
         self.alone = False
+        self.renewals = 0
+        self.measuring = False
         self.look(block)
 
     def look(self, block: PagedBlock) -> None:
@@ -147,8 +160,10 @@ class Run:
         trained: Indices of the paged Parameters that do.
         residents: The others that do.
         policy: ``keep``, ``offload`` or ``recompute``.
-        output: What the block returned, with the outer tensors still to be put in.
+        timing: Measures how long it takes, if that is asked.
     """
+
+    timing: Timing | None = None
 
     def __init__(
         self, mode: BlockMode, block: PagedBlock, interior: Interior, call: Call, function: Any, policy: str
@@ -180,6 +195,8 @@ class Run:
         call = self.call
         tensors = [call.leaves[index] for index in self.wanted] + list(self.residents)
         made = _block(self, self.interior.anchor if self.trained else None, *tensors)
+        if self.timing is not None:
+            self.timing.mark()
         flat, spec = self.flat, self.spec
         self.flat = []
         assert spec is not None
@@ -200,13 +217,14 @@ class Run:
         call.leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in call.leaves]
         self._versions = [_version(leaf) for leaf in call.leaves]
         again = self.policy == "recompute"
+        self._random = RandomState(self.block.pager.device)
         if again:
-            self._random = RandomState(self.block.pager.device)
-            self._cast = _autocast_now(self.block.pager.device.type)
+            self._cast = autocast_now(self.block.pager.device.type)
             self._buffers = self.block._buffers_now()
             self._own = list(self.interior.residents)
             self._own_versions = [_version(tensor) for tensor in self._own]
         flat, self.spec = self.inner(call.leaves)
+        self.expect_closed()
         if again:
             self.block._expect_constant(self._buffers)
         outputs = self._outputs
@@ -257,6 +275,19 @@ class Run:
         self.places = [i for i, t in enumerate(flat) if isinstance(t, Tensor) and t.requires_grad]
         self._outputs, self._node = [flat[index] for index in self.places], node
         return flat, spec
+
+    def expect_closed(self) -> None:
+        """Look at the graph inside; random numbers are as before where it leads elsewhere.
+
+        Raises:
+            FromOutside: It does: a gradient would be lost.
+        """
+        if leads_elsewhere(self._outputs, self._node):
+            self._random.put_back()
+            self.block.runs -= 1
+            self.interior.reason = _FROM_OUTSIDE
+            self.mode.note(self.block, self.interior.reason)
+            raise FromOutside
 
     def _saving(self, leaves: Sequence[Tensor]) -> Any:
         """Hooks of what the block saves, where that leaves the device."""
@@ -387,8 +418,19 @@ class BlockMode:
         self._told: set[str] = set()
         self._count = 0
 
-    def enter(self, block: PagedBlock, function: Any, args: Any, kwargs: Any, policy: str) -> Run | None:
-        """Return a run in block mode, or None where graph mode has to be taken."""
+    def moment(self, block: PagedBlock) -> Any:
+        """Return the moment, if how long a run of the block takes is being measured; else None."""
+        interior, captures = block.interior, self.captures
+        return captures.meter.now() if captures and interior and interior.measuring else None
+
+    def enter(
+        self, block: PagedBlock, function: Any, args: Any, kwargs: Any, policy: str, begin: Any = None
+    ) -> Run | None:
+        """Return a run in block mode, or None where graph mode has to be taken.
+
+        Raises:
+            FromOutside: Likewise, as was found out by running it.
+        """
         pager = block.pager
         if pager.blocks and block is pager.blocks[0]:
             self._next_turn(len(pager.blocks))
@@ -415,7 +457,7 @@ class BlockMode:
             return None
         self.reasons.pop(block.name, None)
         if self.captures is not None:
-            return self.captures.enter(run)
+            return self.captures.enter(run, begin)
         return run
 
     def _next_turn(self, count: int) -> None:
@@ -459,9 +501,13 @@ class BlockMode:
     def note(self, block: PagedBlock, reason: str, what: str = "graph mode") -> None:
         """Remember why a block does not run as it was asked to; say so the first time."""
         self.reasons[block.name] = reason
-        if reason not in self._told:
-            self._told.add(reason)
-            self.tell(f"capture: block {block.name} runs in {what}: {reason}")
+        self.tell_once(reason, f"capture: block {block.name} runs in {what}: {reason}")
+
+    def tell_once(self, what: str, line: str) -> None:
+        """Say a line, the first time that something is spoken of."""
+        if what not in self._told:
+            self._told.add(what)
+            self.tell(line)
 
     def _changed(self, block: PagedBlock, interior: Interior) -> None:
         interior.changes += 1
@@ -550,24 +596,3 @@ def _maker(leaf: Tensor) -> tuple[Run, int] | None:
 
 def _edge(node: Any, index: int) -> GradientEdge:
     return GradientEdge(node, index)
-
-
-def _autocast_now(device_type: str) -> Callable[[], Any]:
-    """Return what makes autocast as it is now."""
-    states = [
-        (
-            kind,
-            torch.is_autocast_enabled(kind),
-            torch.get_autocast_dtype(kind),
-            torch.is_autocast_cache_enabled(),
-        )
-        for kind in dict.fromkeys((device_type, "cpu"))
-    ]
-
-    def again() -> Any:
-        stack = contextlib.ExitStack()
-        for kind, enabled, dtype, cache in states:
-            stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=cache))
-        return stack
-
-    return again

@@ -11,207 +11,66 @@ done so there too. What cannot be recorded runs eagerly, and `BlockMode.reasons`
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from .block import PagedBlock, _version, written_between
-from .blockmode import Interior, Run, _autocast_now
-from .calls import Call
-from .fixed import Fixed, Pack, copy_all
-from .recording import CannotRecord, Recorder, Recording, recorder_for
-from .rng import RandomState, as_it_was
+from .blockmode import Interior, Run
+from .fixed import Fixed
+from .outside import FromOutside, Reads, backwards_of
+from .paying import Meter, Paying, meter_for
+from .recording import CannotRecord, Recorder, recorder_for
+from .replaying import Captured, CapturedRun, addresses_of, compare
+from .rng import RandomState
+from .trial import (
+    Expected,
+    Memory,
+    Trial,
+    carried_of,
+    eagerly,
+    equal,
+    known_storages,
+    of_residents,
+    reserve,
+    standing,
+)
 
 __all__ = ["Captures"]
 
+_Kind = tuple[Any, ...]  # structure, two layouts, form
+_Key = tuple[_Kind, Hashable]  # a kind, and the slot or the block
 _SEEN = "seen"  # in the place of a recording: once, so far
+_CHANGING = "inputs keep changing their form"
+_FORMS = 32  # forms of one block's inputs that are remembered without having been recorded
+_IDLE = 64  # passes in which a form does not come, after which another may take its place
+_RESTLESS = 3  # times that what code looks up outside may be found changed before that is taken for a habit
 
 
-class _Trial(Run):
-    """A run on fixed memory, to be recorded or compared with."""
+class _Later(str):
+    """Why something is not recorded before a certain pass."""
 
-    def __init__(self, run: Run, leaves: Sequence[Tensor], stand: dict[int, Tensor]) -> None:
-        self.__dict__.update(run.__dict__)
-        self.call = Call(list(leaves), run.call.spec)
-        self.stand = stand
-        self.saved: dict[int, Tensor] | None = None
-
-    def _saving(self, leaves: Sequence[Tensor]) -> Any:
-        saved = self.saved
-        if saved is None:
-            return contextlib.nullcontext()
-
-        def pack(tensor: Tensor) -> Tensor:
-            storage = tensor.untyped_storage()
-            if storage.nbytes():
-                saved.setdefault(storage.data_ptr(), _bytes_at(storage))
-            return tensor if tensor.grad_fn is None else tensor.detach()
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
-
-
-class _Memory:
-    """Fixed memory of all recordings of one structure and one form of inputs.
-
-    Attributes:
-        inputs: For the tensors among the arguments.
-        carried: For Parameters that are not paged, and buffers, where several blocks use the recordings.
-        given: For the gradients of the outputs.
-        outputs: The outputs.
-        found: The gradients.
-    """
-
-    def __init__(self, inputs: list[Fixed], carried: list[Fixed]) -> None:
-        self.inputs, self.carried = inputs, carried
-        self.given: list[Fixed] = []
-        self.outputs: Pack | None = None
-        self.found: Pack | None = None
-
-    def nbytes(self) -> int:
-        packs = [pack.nbytes for pack in (self.outputs, self.found) if pack is not None]
-        return sum(packs) + sum(each.nbytes for each in (*self.inputs, *self.carried, *self.given))
-
-
-class _Captured:
-    """A pair of recordings.
-
-    Attributes:
-        memory: What they read and write.
-        flat: The outputs of a run, flat; tensors among them stand for their places.
-        spec: How they belong together.
-        places: Indices of outputs that need a gradient.
-        saved: The bytes that forward leaves for backward, there until the next replay of anything; empty if
-            backward computes them again.
-        shared: Several blocks use it.
-        verified: Names of the blocks that it was compared with.
-        addresses: Of the weights that it works on, if these are not in a slot.
-    """
-
-    forward: Recording
-    backward: Recording
-    flat: list[Any]
-    spec: TreeSpec
-    places: list[int]
-
-    def __init__(self, memory: _Memory, shared: bool) -> None:
-        self.memory, self.shared = memory, shared
-        self.saved: list[Tensor] = []
-        self.verified: set[str] = set()
-        self.addresses: list[int] = []
-
-    def load(self, run: Run, leaves: Sequence[Tensor], turn: int, own: Sequence[Tensor]) -> None:
-        """Bring a run's inputs, and what is its block's own and not in the slot (see `_carried`)."""
-        wanted = set(run.wanted)
-        pairs = [
-            fixed.pair(leaf)
-            for index, (fixed, leaf) in enumerate(zip(self.memory.inputs, leaves, strict=True))
-            if index in wanted or fixed.stale(leaf, turn)
-        ]
-        if self.shared:
-            pairs += [f.pair(t) for f, t in zip(self.memory.carried, own, strict=True)]
-        copy_all(pairs)
-
-
-class CapturedRun(Run):
-    """One run of a block by replaying."""
-
-    captured: _Captured
     turn: int
 
-    @classmethod
-    def of(cls, run: Run, captured: _Captured, turn: int) -> CapturedRun:
-        """Make one of what was to run eagerly."""
-        made = cls.__new__(cls)
-        made.__dict__.update(run.__dict__)
-        made.captured, made.turn = captured, turn
-        made._copies = []
+    def __new__(cls, reason: str, turn: int) -> _Later:
+        """Say why, and until when."""
+        made = super().__new__(cls, reason)
+        made.turn = turn
         return made
-
-    def forward(self, tensors: Sequence[Tensor]) -> tuple[Tensor, ...]:
-        """Replay forward."""
-        block, captured = self.block, self.captured
-        leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.call.leaves]
-        self.call.leaves = leaves
-        self._own = _carried(block, self)
-        self._versions = [_version(leaf) for leaf in leaves]
-        self._own_versions = [_version(tensor) for tensor in self._own]
-        device = block.pager.device
-        self._random, self._buffers = RandomState(device), []
-        self._cast = _autocast_now(device.type)
-        block.runs += 1
-        captured.load(self, leaves, self.turn, self._own)
-        captured.forward.replay()
-        assert captured.memory.outputs is not None
-        taken = iter(captured.memory.outputs.taken())
-        self.flat = [next(taken) if isinstance(each, Tensor) else each for each in captured.flat]
-        self.spec, self.places = captured.spec, captured.places
-        self._copies = self._put_away() if captured.saved else []
-        self._parked = block.pager.activations.latest()
-        return tuple([self.flat[index] for index in self.places])
-
-    def _put_away(self) -> list[Any]:
-        """Copy what forward has saved; under ``offload`` the copies leave the device."""
-        pager = self.block.pager
-        copies: list[Any] = [torch.empty_like(each) for each in self.captured.saved]
-        copy_all(list(zip(copies, self.captured.saved, strict=True)))
-        if self.policy == "offload":
-            store, least = pager.activations, max(pager.min_offload_bytes, 1)
-            away = store.begin() if any(copy.numel() >= least for copy in copies) else None
-            copies = [store.park(copy, away) if copy.numel() >= least else copy for copy in copies]
-        return copies
-
-    def changed(self) -> bool:
-        """Whether what a replay reads again was written since forward, or is somewhere else."""
-        captured = self.captured
-        return super().changed() or (
-            not captured.shared and captured.addresses != _addresses(self, self._own)
-        )
-
-    def ready(self) -> None:
-        """Also look at arguments and resident weights: a replay reads them again, whatever the policy."""
-        if self.changed():
-            raise written_between(self.block)
-        super().ready()
-
-    def gradients(self, grads: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """Replay backward; where a gradient has another form than in the recording, run eagerly again."""
-        captured, policy = self.captured, self.policy
-        pairs = list(zip(captured.memory.given, grads, strict=True))
-        if not all(grad is not None and fixed.fits(grad) for fixed, grad in pairs):
-            self.policy = "recompute"
-            try:
-                return super().gradients(grads)
-            finally:
-                self.policy = policy
-        captured.load(self, self.call.leaves, self.turn, self._own)
-        copies = [each if isinstance(each, Tensor) else each.bring() for each in self._copies]
-        copy_all(list(zip(captured.saved, copies, strict=True)))
-        copy_all([fixed.pair(grad) for fixed, grad in pairs if grad is not None])
-        if policy == "recompute":
-            self.block.runs += 1
-            with as_it_was(self._random, self.block.pager.device):
-                captured.backward.replay()
-        else:
-            captured.backward.replay()
-        assert captured.memory.found is not None
-        return captured.memory.found.taken()
-
-    def free(self) -> None:
-        """Also drop the copies."""
-        super().free()
-        self._copies = []
 
 
 class Captures:
     """The recordings of a pager's blocks.
 
     Attributes:
-        max_shapes: Forms of inputs that are recorded for one structure; others run eagerly.
-        max_bytes: Nothing more is recorded once recordings hold so much; None: no limit.
+        max_shapes: Forms of inputs that are recorded for one structure. What comes beyond runs eagerly, or
+            takes the place of one that has not come for many passes.
+        max_bytes: Recordings hold no more than this; None: no limit.
+        auto: A block is recorded only where that pays, and where nothing it reads could be missed.
+        room: Returns the bytes that the device has left; None: nobody knows.
+        meter: Measures whether it pays.
         replays: Block name -> forward replays so far.
         generation: How often everything was recorded anew.
     """
@@ -222,7 +81,10 @@ class Captures:
         *,
         max_shapes: int = 8,
         max_bytes: int | None = None,
+        auto: bool = False,
+        room: Callable[[], int] | None = None,
         recorder: Recorder | None = None,
+        meter: Meter | None = None,
     ) -> None:
         """Record nothing yet.
 
@@ -230,14 +92,20 @@ class Captures:
             device: Where blocks compute.
             max_shapes: See above.
             max_bytes: See above.
+            auto: See above.
+            room: See above.
             recorder: Makes the recordings; None: CUDA graphs on a GPU, their stand-in on the CPU.
+            meter: See above; None: that of the device.
         """
         self._device = device
         self.max_shapes, self.max_bytes = max_shapes, max_bytes
+        self.auto, self.room, self.meter = auto, room, meter or meter_for(device)
         self._recorder = recorder or recorder_for(device)
-        self._made: dict[Hashable, _Captured] = {}
-        self._memory: dict[Hashable, _Memory] = {}
-        self._forms: dict[Hashable, set[Hashable]] = {}
+        self._made: dict[_Key, Captured] = {}
+        self._memory: dict[Hashable, Memory] = {}
+        self._failed: dict[Hashable, str] = {}
+        self._paying: dict[Hashable, Paying] = {}
+        self._stopped = ""
         self.replays: dict[str, int] = {}
         self._latest: dict[str, int] = {}  # block name -> the pass in which it was replayed last
         self.generation = 0
@@ -250,7 +118,7 @@ class Captures:
     @property
     def shapes(self) -> int:
         """Different forms of inputs, summed over structures."""
-        return sum(map(len, self._forms.values()))
+        return len({kind for kind, _ in self._made})
 
     def replayed(self, turn: int) -> int:
         """How many blocks were replayed in a pass, and in none after it."""
@@ -260,39 +128,77 @@ class Captures:
         """Blocks or slots have changed: what was recorded is not used again."""
         self._made.clear()
         self._memory.clear()
-        self._forms.clear()
+        self._failed.clear()
+        self._paying.clear()
+        self._stopped = ""
         self.generation += 1
 
     def pool_bytes(self) -> int:
         """Bytes that recordings hold: results in between, and the memory at fixed addresses."""
         return self._recorder.pool_bytes() + sum(memory.nbytes() for memory in self._memory.values())
 
-    def enter(self, run: Run) -> Run:
-        """Return what replays in the place of an eager run, or the eager run."""
-        block, interior = run.block, run.interior
+    def enter(self, run: Run, begin: Any = None) -> Run:
+        """Return what replays in the place of an eager run, or the eager run.
+
+        Args:
+            run: The eager run.
+            begin: The moment before it, if it can be measured.
+        """
+        block, interior, turn = run.block, run.interior, run.mode.turn
         known = self._known(interior)
         if torch._C._len_torch_dispatch_stack():
             return self._eagerly(run, "a dispatch mode is on")
         form = _form(run)
         found = known.get(form)
+        if isinstance(found, _Later) and turn >= found.turn:
+            found = _SEEN
         if found is None:
-            known[form] = _SEEN
-            return run
+            return run if self._first_seen(known, form) else self._eagerly(run, _CHANGING)
         if found is _SEEN:
-            found = known[form] = self._find(run, form)
-        if isinstance(found, str):
-            return self._eagerly(run, found)
-        if not found.shared and found.addresses != _addresses(run, _carried(block, run)):
-            known[form] = _SEEN
-            self._made = {key: made for key, made in self._made.items() if made is not found}
-            return self._eagerly(run, "its weights have moved")
+            found = self._find(run, form, begin)
+            if found is None:
+                return run
+            known[form] = found
+        if not isinstance(found, Captured):
+            return self._eagerly(run, str(found))
+        moved = "" if found.shared else found.addresses != addresses_of(run, carried_of(block, run))
+        outside = found.names.changed()
+        if found.dropped or moved or outside:
+            return self._anew(run, found, form, outside)
+        found.used = turn
         self.replays[block.name] = self.replays.get(block.name, 0) + 1
-        self._latest[block.name] = run.mode.turn
-        return CapturedRun.of(run, found, run.mode.turn)
+        self._latest[block.name] = turn
+        return CapturedRun.of(run, found, turn)
+
+    def _anew(self, run: Run, found: Captured, form: Hashable, outside: str) -> Run:
+        """Run eagerly what can be recorded again the next time."""
+        known, interior = self._known(run.interior), run.interior
+        known[form] = _SEEN
+        if found.dropped:
+            return run
+        self._drop(found)
+        if not outside:
+            return self._eagerly(run, "its weights have moved")
+        interior.renewals += 1
+        if interior.renewals > _RESTLESS:
+            known[form] = f"{outside}, which its code looks up outside, changes from run to run"
+            return self._eagerly(run, known[form])
+        return self._eagerly(run, f"{outside}, which its code looks up outside, has changed")
 
     def saw(self, run: Run) -> None:
         """Note the form of a run in graph mode: the next one of this form is recorded."""
-        self._known(run.interior).setdefault(_form(run), _SEEN)
+        known, form = self._known(run.interior), _form(run)
+        if form not in known:
+            self._first_seen(known, form)
+
+    @staticmethod
+    def _first_seen(known: dict[Any, Any], form: Hashable) -> bool:
+        """Remember a form; returns whether it is not one of too many that came and were not recorded."""
+        open_ones = [each for each, found in known.items() if not isinstance(found, Captured)]
+        if len(open_ones) >= _FORMS:
+            del known[open_ones[0]]
+        known[form] = _SEEN
+        return len(open_ones) < _FORMS
 
     def _known(self, interior: Interior) -> dict[Any, Any]:
         if interior.generation != self.generation:
@@ -303,65 +209,126 @@ class Captures:
         run.mode.note(run.block, reason, "block mode, not captured")
         return run
 
-    def _find(self, run: Run, form: Hashable) -> _Captured | str:
-        """Return the recordings for a run, made now if need be, or why there are none."""
+    def _find(self, run: Run, form: Hashable, begin: Any) -> Captured | _Later | str | None:
+        """Return the recordings for a run, made now if need be, or why there are none; None: not yet."""
         block, interior = run.block, run.interior
         shared = _shared(run)
         kind = (interior.structure.key, tuple(block.layout.offsets), tuple(s[3] for s in block._sites), form)
         key = (kind, block.slot.address if shared and block.slot is not None else block.name)
         captured = self._made.get(key)
+        if captured is None:
+            against: str | None = self._failed.get(kind) or self._stopped or self._full(kind, run.mode.turn)
+            if against:
+                return against
+            if self.auto:
+                against = self._pays(run, kind, begin)
+                if against is None or against:
+                    return against
         try:
             if captured is None:
-                full = self._full(kind[:3], form)
-                if full:
-                    return full
                 captured = self._record(run, kind, shared)
                 self._made[key] = captured
-                self._forms.setdefault(kind[:3], set()).add(form)
+                against = self._beyond()
+                if against:
+                    self._drop(captured)
+                    return against
             elif block.name not in captured.verified and not self._same(run, captured):
                 interior.alone = True
-                return self._find(run, form)
-        except CannotRecord as what:
-            return str(what)
+                return self._find(run, form, begin)
+        except FromOutside:
+            raise
         except torch.OutOfMemoryError:
+            self._stopped = "there is no room for a recording" if self.auto else ""
             return "there is no room for a recording"
+        except Exception as error:  # the eager run that follows raises what is not of the recording
+            what = str(error).strip().splitlines() or [""]
+            reason = what[0] if isinstance(error, CannotRecord) else f"{type(error).__name__}: {what[0]}"
+            self._failed[kind] = reason
+            return reason
         captured.verified.add(block.name)
         return captured
 
-    def _full(self, structure: Hashable, form: Hashable) -> str:
-        forms = self._forms.get(structure, set())
-        if form not in forms and len(forms) >= self.max_shapes:
-            return f"inputs have more than {self.max_shapes} forms"
+    def _pays(self, run: Run, kind: _Kind, begin: Any) -> str | None:
+        """Return why replaying is not worth it; empty: it is; None: that is being measured."""
+        paying = self._paying.setdefault(kind, Paying())
+        answer = paying.answer()
+        run.interior.measuring = answer is None
+        if answer is None:
+            if begin is not None:
+                run.timing = paying.timing(self.meter, begin, run.mode.turn)
+            return None
+        pays, figures = answer
+        if pays and not paying.told:
+            paying.told = True
+            run.mode.tell(f"capture: block {run.block.name} is recorded, and those like it: {figures}")
+        return "" if pays else f"a replay saves too little: {figures}"
+
+    def _full(self, kind: _Kind, turn: int) -> _Later | str:
+        """Return why no more is recorded, or empty; may drop a form that has not come for long."""
+        latest: dict[Hashable, int] = {}
+        for made, captured in self._made.items():
+            if made[0][:3] == kind[:3]:
+                latest[made[0]] = max(latest.get(made[0], -1), captured.used)
+        if kind not in latest and len(latest) >= self.max_shapes:
+            oldest = min(latest, key=lambda each: latest[each])
+            if turn - latest[oldest] < _IDLE:
+                return _Later(f"inputs have more than {self.max_shapes} forms", turn + _IDLE)
+            for captured in [c for made, c in self._made.items() if made[0] == oldest]:
+                self._drop(captured)
         if self.max_bytes is not None and self.pool_bytes() >= self.max_bytes:
             return f"recordings hold {self.pool_bytes()} bytes, of {self.max_bytes} that they may"
+        if self.room is not None and self.room() <= 0:
+            return "the device has no room for recordings"
         return ""
 
-    def _record(self, run: Run, kind: Hashable, shared: bool) -> _Captured:
+    def _beyond(self) -> str:
+        """Return why the latest recording cannot stay, or empty."""
+        if self.max_bytes is not None and (held := self.pool_bytes()) > self.max_bytes:
+            return f"recordings would hold {held} bytes, of {self.max_bytes} that they may"
+        if self.room is not None and self.room() < 0:
+            self._stopped = "the device has no room for recordings"
+        return self._stopped
+
+    def _drop(self, captured: Captured) -> None:
+        """Let go of recordings; runs under way go on with them."""
+        captured.dropped = True
+        self._made = {key: made for key, made in self._made.items() if made is not captured}
+        used = {id(made.memory) for made in self._made.values()}
+        self._memory = {kind: memory for kind, memory in self._memory.items() if id(memory) in used}
+
+    def _record(self, run: Run, kind: _Kind, shared: bool) -> Captured:
         """Run a block eagerly on fixed memory, record it, and compare."""
         memory = self._memory.get(kind)
         fresh = memory is None
+        own = carried_of(run.block, run)
+        for tensor in (*run.call.leaves, *own):
+            if tensor.device.type != self._device.type:
+                raise CannotRecord(f"it computes with a tensor on {tensor.device}")
         if memory is None:
-            carried = [Fixed(tensor) for tensor in _carried(run.block, run)] if shared else []
-            memory = _Memory([Fixed(leaf) for leaf in run.call.leaves], carried)
-        captured = _Captured(memory, shared)
-        own = _carried(run.block, run)
-        captured.addresses = [] if shared else _addresses(run, own)
+            carried = [Fixed(tensor) for tensor in own] if shared else []
+            memory = Memory([Fixed(leaf) for leaf in run.call.leaves], carried)
+        captured = Captured(memory, shared)
+        captured.used = run.mode.turn
+        captured.addresses = [] if shared else addresses_of(run, own)
         random, runs = RandomState(self._device), run.block.runs
         for fixed in memory.inputs:
             fixed.forget()
         try:
             captured.load(run, [leaf.detach() for leaf in run.call.leaves], -1, own)
-            with _standing(run, memory) as stand:
-                trial = _Trial(run, [fixed.value for fixed in memory.inputs], stand)
-                expected = self._recorder.warm_up(lambda: _eager(trial))
+            with standing(run, memory) as stand:
+                trial = Trial(run, [fixed.value for fixed in memory.inputs], stand)
+                self._recorder.warm_up(lambda: self._watch(trial, captured))
+                random.put_back()
+                expected = self._recorder.warm_up(lambda: eagerly(trial))
                 if not random.same_on_cpu(RandomState(self._device)) and self._device.type != "cpu":
                     raise CannotRecord("it draws random numbers on the CPU")
                 if fresh:
-                    _reserve(memory, expected, self._device, _of_residents(run))
+                    reserve(memory, expected, self._device, of_residents(run))
+                self._recorder.warm_up(lambda: _write_all(memory, expected))
                 random.put_back()
                 self._record_forward(trial, captured)
                 self._record_backward(trial, captured)
-            _compare(captured, expected, random, run.policy, lambda: _eager(trial))
+            compare(captured, expected, random, run.policy, lambda: eagerly(trial))
         finally:
             random.put_back()
             run.block.runs = runs
@@ -370,7 +337,36 @@ class Captures:
         self._memory[kind] = memory
         return captured
 
-    def _record_forward(self, trial: _Trial, captured: _Captured) -> None:
+    def _watch(self, trial: Trial, captured: Captured) -> None:
+        """See what the block computes with besides what comes to fixed addresses.
+
+        Raises:
+            CannotRecord: Something that a replay could miss.
+            FromOutside: Something that would get no gradient.
+        """
+        names, block = captured.names, trial.block
+
+        def look(outputs: Sequence[Tensor], begin: Any) -> None:
+            trial._random = random
+            trial.expect_closed()
+            for backward in backwards_of(outputs, begin):
+                names.note(backward)
+
+        random = RandomState(self._device)
+        with names, Reads(known_storages(trial, captured.memory), self._device) as reads:
+            eagerly(trial, look)
+        if names.hidden and (self.auto or "random" in names.hidden):
+            raise CannotRecord(names.hidden)
+        if reads.strange:
+            forms = {f"{tuple(each.shape)} {each.dtype}".replace("torch.", "") for each in reads.strange}
+            what = f"it reads tensors that are no argument, Parameter or buffer: {', '.join(sorted(forms))}"
+            if self.auto:
+                raise CannotRecord(what)
+            captured.held = reads.strange  # a replay reads their memory
+            line = f"capture: block {block.name}: {what}; a replay reads the same ones again"
+            trial.mode.tell_once(what, line)
+
+    def _record_forward(self, trial: Trial, captured: Captured) -> None:
         memory, recompute = captured.memory, trial.policy == "recompute"
         trial.saved = None if recompute else {}
         outputs = memory.outputs
@@ -388,12 +384,12 @@ class Captures:
             trial._outputs, trial._node = [], None
             return
         assert trial.saved is not None
-        known = _known(trial, memory)
+        known = known_storages(trial, memory)
         captured.saved = [data for address, data in trial.saved.items() if address not in known]
         captured.forward.keep(captured.saved)
         trial.saved = None
 
-    def _record_backward(self, trial: _Trial, captured: _Captured) -> None:
+    def _record_backward(self, trial: Trial, captured: Captured) -> None:
         memory, recompute = captured.memory, trial.policy == "recompute"
         found = memory.found
         assert found is not None
@@ -408,19 +404,19 @@ class Captures:
         # What forward has saved was not free while this was recorded; from now on its memory is used again.
         trial._outputs, trial._node = [], None
 
-    def _same(self, run: Run, captured: _Captured) -> bool:
+    def _same(self, run: Run, captured: Captured) -> bool:
         """Compare a replay with the eager run of another block."""
         random, runs = RandomState(self._device), run.block.runs
         leaves = [leaf.detach() for leaf in run.call.leaves]
         try:
-            captured.load(run, leaves, -1, _carried(run.block, run))
+            captured.load(run, leaves, -1, carried_of(run.block, run))
             captured.forward.replay()
             assert captured.memory.outputs is not None
             replayed = captured.memory.outputs.taken()
             random.put_back()
-            flat, _ = _Trial(run, leaves, {}).inner(leaves)
+            flat, _ = Trial(run, leaves, {}).inner(leaves)
             eager = [each.detach() for each in flat if isinstance(each, Tensor)]
-            return len(eager) == len(replayed) and all(map(_equal, eager, replayed))
+            return len(eager) == len(replayed) and all(map(equal, eager, replayed))
         finally:
             random.put_back()
             run.block.runs = runs
@@ -455,135 +451,14 @@ def _form(run: Run) -> Hashable:
     )
 
 
+def _write_all(memory: Memory, expected: Expected) -> None:
+    """Write results to their places once: no kernel is launched for the first time while recording."""
+    for pack, values in ((memory.outputs, expected[0]), (memory.found, expected[2])):
+        assert pack is not None
+        pack.write(values)
+
+
 def _shared(run: Run) -> bool:
     """Whether other blocks can use a block's recordings: its own things come to fixed addresses."""
     slot = run.block.slot
     return slot is not None and not slot.own and run.interior.plain and not run.interior.alone
-
-
-def _carried(block: PagedBlock, run: Run) -> list[Tensor]:
-    """Return what is a block's own and not in the slot: other Parameters, and buffers."""
-    buffers = [b for m in block.module.modules() for b in m._buffers.values() if b is not None]
-    return [*run.interior.residents, *buffers]
-
-
-def _addresses(run: Run, own: Sequence[Tensor]) -> list[int]:
-    """Return where a block's tensors are that recordings of its own compute with (see `_carried`)."""
-    parts: list[Any] = []
-    for tensor in (*run.block.views, *own):
-        packed: dict[str, Tensor] | None = getattr(tensor, "packed", None)
-        parts += packed.values() if packed is not None else [tensor]
-    return [part.data_ptr() for part in parts]
-
-
-@contextlib.contextmanager
-def _standing(run: Run, memory: _Memory) -> Iterator[dict[int, Tensor]]:
-    """Put fixed memory into the places of buffers; yields what stands for Parameters, by their id."""
-    residents = run.interior.residents
-    values = [fixed.value for fixed in memory.carried]
-    stand = {id(p): value for p, value in zip(residents, values, strict=False)}
-    if not values:
-        yield {}
-        return
-    places = [
-        (m._buffers, k) for m in run.block.module.modules() for k, b in m._buffers.items() if b is not None
-    ]
-    before = [place[key] for place, key in places]
-    for (place, key), value in zip(places, values[len(residents) :], strict=True):
-        place[key] = value
-    try:
-        yield stand
-    finally:
-        for (place, key), own in zip(places, before, strict=True):
-            place[key] = own
-
-
-_Expected = tuple[list[Tensor], list[Tensor], list[Tensor | None]]
-
-
-def _eager(trial: _Trial) -> _Expected:
-    """Return the outputs, gradients to start from, and the gradients that come of these."""
-    flat, _ = trial.inner(trial.call.leaves)
-    outs = trial._outputs
-    if not outs:
-        raise CannotRecord("none of its outputs needs a gradient")
-    start = [out.detach().clone() for out in outs]
-    found = torch.autograd.grad(outs, trial.edges(), start, allow_unused=True)
-    outputs = [each.detach().clone() for each in flat if isinstance(each, Tensor)]
-    trial._outputs, trial._node = [], None
-    return outputs, start, [None if each is None else each.clone() for each in found]
-
-
-def _of_residents(run: Run) -> range:
-    """Indices of the gradients that become some Parameter's ``.grad`` as they are."""
-    return range(len(run.wanted), len(run.wanted) + len(run.residents))
-
-
-def _reserve(memory: _Memory, expected: _Expected, device: torch.device, lasting: range) -> None:
-    outputs, start, found = expected
-    memory.outputs, memory.found = Pack(outputs, device), Pack(found, device, lasting)
-    memory.given = [Fixed(each) for each in start]
-
-
-def _known(trial: _Trial, memory: _Memory) -> set[int]:
-    """Addresses of storages that are not of a run's own making."""
-    tensors: list[Any] = [fixed.value for fixed in (*memory.inputs, *memory.carried)]
-    tensors += [*trial.block.views, *trial.interior.residents, *trial.block.module.buffers()]
-    parts: list[Tensor] = []
-    for tensor in tensors:
-        parts += tensor.packed.values() if getattr(tensor, "packed", None) is not None else [tensor]
-    return {part.untyped_storage().data_ptr() for part in parts}
-
-
-def _compare(
-    captured: _Captured, expected: _Expected, random: RandomState, policy: str, again: Callable[[], _Expected]
-) -> None:
-    """Replay, and compare with the eager run.
-
-    Raises:
-        CannotRecord: Something else came out.
-    """
-    outputs, start, found = expected
-    memory = captured.memory
-    assert memory.outputs is not None
-    assert memory.found is not None
-    random.put_back()
-    captured.forward.replay()
-    replayed = memory.outputs.taken()
-    if policy == "recompute":
-        random.put_back()
-    copy_all([fixed.pair(each) for fixed, each in zip(memory.given, start, strict=True)])
-    captured.backward.replay()
-    came: list[Tensor | None] = [*replayed, *memory.found.taken()]
-    pairs = list(zip(came, [*outputs, *found], strict=True))
-    if all(one is two is None or _equal(one, two) for one, two in pairs):
-        return
-    if start[0].is_cuda:  # kernels that add in any order differ from themselves, too
-        random.put_back()
-        second = again()
-        other: list[Tensor | None] = [*second[0], *second[2]]
-        spread = [_distance(first, next_one) for (_, first), next_one in zip(pairs, other, strict=True)]
-        if all(_distance(*pair) <= 4 * s for pair, s in zip(pairs, spread, strict=True)):
-            return
-    raise CannotRecord("a replay gave other values than the eager run")
-
-
-def _equal(one: Tensor | None, two: Tensor | None) -> bool:
-    if one is None or two is None or one.dtype is not two.dtype or one.shape != two.shape:
-        return False
-    return torch.equal(
-        one.contiguous().view(-1).view(torch.uint8), two.contiguous().view(-1).view(torch.uint8)
-    )
-
-
-def _distance(one: Tensor | None, two: Tensor | None) -> float:
-    if one is None or two is None:
-        return 0.0 if one is two else float("inf")
-    return float((one.double() - two.double()).norm())
-
-
-def _bytes_at(storage: torch.UntypedStorage) -> Tensor:
-    """Return bytes of a recording's pool without holding them: others of its recordings may use them too."""
-    make: Any = torch._C._construct_storage_from_data_pointer
-    view = make(storage.data_ptr(), storage.device, storage.nbytes())
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(view)

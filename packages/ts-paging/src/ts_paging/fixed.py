@@ -127,13 +127,13 @@ class Pack:
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
-    """Copy (target, source) pairs of one dimension, in one call for each dtype.
+    """Copy (target, source) pairs of one dimension and one dtype each, in one call where they come out even.
 
-    Bytes are copied as wider words where they come out even.
+    Bytes are copied as words of 8 where both lie so; others in a call for each dtype.
     """
     groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for target, source in pairs:
-        if target.dtype is torch.uint8 and not target.numel() % 8:
+        if _even(target) and _even(source):
             target, source = target.view(torch.int64), source.view(torch.int64)
         targets, sources = groups.setdefault(target.dtype, ([], []))
         targets.append(target)
@@ -143,6 +143,12 @@ def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:
             targets[0].copy_(sources[0])
         else:
             torch._foreach_copy_(targets, sources)
+
+
+def _even(tensor: Tensor) -> bool:
+    size = tensor.dtype.itemsize
+    # Conjugated tensors have other bytes than values; their own copy knows that.
+    return not (tensor.numel() * size % 8 or tensor.storage_offset() * size % 8 or tensor.is_complex())
 
 
 def _span(tensor: Tensor) -> int:

@@ -16,7 +16,14 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-__all__ = ["CannotRecord", "CudaRecorder", "Recorder", "Recording", "recorder_for"]
+__all__ = [
+    "PROVEN_ON_GPU", "CannotRecord", "CudaRecorder", "Recorder", "Recording", "captures_by_itself",
+    "recorder_for",
+]  # fmt: skip
+
+#: Whether the tests of recordings and of captured blocks have passed on a GPU. Until then blocks are captured
+#: there only if that is asked for by name.
+PROVEN_ON_GPU = False
 
 _Result = TypeVar("_Result")
 
@@ -58,8 +65,8 @@ class Recorder(Protocol):
 
 
 class _CudaRecording:
-    def __init__(self, graph: torch.cuda.CUDAGraph) -> None:
-        self._graph = graph
+    def __init__(self, graph: torch.cuda.CUDAGraph, pool: Any) -> None:
+        self._graph, self.pool = graph, tuple(pool)
 
     def replay(self) -> None:
         self._graph.replay()
@@ -68,33 +75,45 @@ class _CudaRecording:
         pass  # memory of the pool is written by replays only
 
 
+#: Graphs whose recording failed. PyTorch's allocators may ask them again which stream they were recorded on.
+_BROKEN: list[torch.cuda.CUDAGraph] = []
+_MOST_BROKEN = 2  # recordings that may fail before no more are made
+
+
 class CudaRecorder:
     """CUDA graphs of one device, whose memory is one pool.
 
-    A graph is recorded on a stream of its own. Threads that copy go on meanwhile: only the recording thread
-    may not call what cannot be recorded.
+    A graph is recorded on a stream of its own, where nothing else ever runs: what libraries hold for it (the
+    workspace of matrix products) is memory of the pool then, and stays there, whoever else gives workspaces
+    back. Threads that copy go on meanwhile: only the recording thread may not call what cannot be recorded.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Make a stream and a pool."""
+        """Make streams and a pool."""
         self._device = device
         make_stream: Any = torch.cuda.Stream
-        self._stream = make_stream(device)
-        self._pool = torch.cuda.graph_pool_handle()
+        self._make_stream = make_stream
+        self._stream = make_stream(device)  # to run once what is recorded
         self._alive: weakref.WeakSet[_CudaRecording] = weakref.WeakSet()
+        self._broken = 0
+        self._renew()
+
+    def _renew(self) -> None:
+        self._recording_stream = self._make_stream(self._device)
+        self._pool: Any = torch.cuda.graph_pool_handle()
 
     def warm_up(self, run: Callable[[], _Result]) -> _Result:
-        """Run work on the stream that it will be recorded on."""
-        with self._aside():
+        """Run work on another stream than the current one, as it will be recorded."""
+        with self._aside(self._stream):
             return run()
 
     @contextlib.contextmanager
-    def _aside(self) -> Iterator[None]:
+    def _aside(self, stream: Any) -> Iterator[None]:
         current = torch.cuda.current_stream(self._device)
-        self._stream.wait_stream(current)
-        with torch.cuda.stream(self._stream):
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
             yield
-        current.wait_stream(self._stream)
+        current.wait_stream(stream)
 
     def record(self, run: Callable[[], _Result]) -> tuple[Recording, _Result]:
         """Record work as a graph.
@@ -102,14 +121,16 @@ class CudaRecorder:
         Raises:
             CannotRecord: A call in it cannot be part of a graph.
         """
+        if self._broken >= _MOST_BROKEN:
+            raise CannotRecord("recordings have failed, and no more are tried")
         torch.cuda.synchronize(self._device)
-        if not self._alive:  # the allocator takes no pool again once its last graph has gone
-            self._pool = torch.cuda.graph_pool_handle()
+        if all(each.pool != tuple(self._pool) for each in self._alive):
+            self._renew()  # the allocator takes no pool again once its last graph has gone
         collects = gc.isenabled()
         gc.disable()  # what is collected meanwhile may call what the recording thread may not
         graph = torch.cuda.CUDAGraph()
         try:
-            with self._aside():
+            with self._aside(self._recording_stream):
                 graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
                 try:
                     result = run()
@@ -120,41 +141,48 @@ class CudaRecorder:
         except torch.OutOfMemoryError:
             raise
         except RuntimeError as error:
-            raise CannotRecord(str(error).strip().splitlines()[0]) from error
+            raise CannotRecord((str(error).strip().splitlines() or ["it failed"])[0]) from error
         finally:
             if collects:
                 gc.enable()
-        recording = _CudaRecording(graph)
+        recording = _CudaRecording(graph, self._pool)
         self._alive.add(recording)
         return recording, result
 
     def _give_up(self, graph: torch.cuda.CUDAGraph) -> None:
         """End a recording that has failed.
 
-        Ending it fails too, before PyTorch's allocator hears of it: as long as that waits for the end, memory
-        that several streams have used does not come back, nor does the pool. And the generators of random
-        numbers take it to be under way until one ends well.
+        Where ending it fails too, PyTorch may not have told its allocators (2.11: neither of them; later: one
+        or both), and which of them holds the pool for it is not to be known. So the pool is left to what is
+        recorded in it already, and the next recording gets another one. The generators of random numbers take
+        the recording to be under way until another one ends well.
         """
-        with contextlib.suppress(RuntimeError):
+        try:
             graph.capture_end()
+            return
+        except RuntimeError:
+            _BROKEN.append(graph)
+            self._broken += 1
         calls: Any = torch._C
         index = torch.cuda.current_device() if self._device.index is None else self._device.index
         with contextlib.suppress(RuntimeError):
             calls._cuda_endAllocateToPool(index, self._pool)
-            calls._cuda_releasePool(index, self._pool)
         with contextlib.suppress(RuntimeError):
             something = torch.zeros(1, device=self._device)
             good = torch.cuda.CUDAGraph()
             good.capture_begin(capture_error_mode="thread_local")
             something.zero_()
             good.capture_end()
+        self._renew()
 
     def pool_bytes(self) -> int:
-        """Return the bytes of the pool's segments."""
+        """Return the bytes of the segments of all pools that recordings are in."""
+        pools = {each.pool for each in self._alive}
+        if not pools:
+            return 0
         look: Any = torch.cuda.memory_snapshot
         segments: list[dict[str, Any]] = look()
-        pool = tuple(self._pool)
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) == pool)
+        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in pools)
 
 
 def recorder_for(device: torch.device) -> Recorder:
@@ -164,3 +192,8 @@ def recorder_for(device: torch.device) -> Recorder:
     from .tape import TapeRecorder
 
     return TapeRecorder()
+
+
+def captures_by_itself(device: torch.device) -> bool:
+    """Whether ``capture="auto"`` may capture blocks on a device."""
+    return PROVEN_ON_GPU and device.type == "cuda"

@@ -8,9 +8,10 @@ module that is exchanged or put into evaluation mode is another structure.
 from __future__ import annotations
 
 import functools
+import itertools
 import operator
 import types
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 from .stand_in import StandIn
 
-__all__ = ["Structure"]
+__all__ = ["Held", "Structure"]
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 #: Dictionaries of functions that others have registered on a module, and that would not run in a replay.
@@ -57,6 +58,27 @@ class _Same:
         return f"_Same({id(self._value)})"
 
 
+class Held:
+    """Containers, and what was in them: a look at all of them is a few calls."""
+
+    def __init__(self) -> None:
+        """Hold none."""
+        self._places: list[Any] = []  # containers; of mappings, their values
+        self._values: list[Any] = []
+
+    def add(self, place: Any) -> None:
+        """Take what a container holds now for what it should."""
+        self._places.append(place.values() if isinstance(place, Mapping) else place)
+        self._values += self._places[-1]
+
+    def same(self) -> bool:
+        """Whether all hold what they did."""
+        places, values = self._places, self._values
+        if sum(map(len, places)) != len(values):
+            return False
+        return not any(map(_is_not, itertools.chain.from_iterable(places), values))
+
+
 class Structure:
     """The structure of one block as it is now.
 
@@ -66,8 +88,7 @@ class Structure:
 
     def __init__(self, module: nn.Module) -> None:
         """Look at a module and all inside it."""
-        self._dicts: list[tuple[dict[Any, Any], list[Any]]] = []
-        self._lists: list[tuple[Any, list[Any]]] = []
+        self._held = Held()
         self._hooks: list[tuple[str, dict[int, Any]]] = []
         self._seen: set[int] = set()
         self._names = {id(inner): name for name, inner in module.named_modules(remove_duplicate=False)}
@@ -75,6 +96,7 @@ class Structure:
         for name, inner in module.named_modules(remove_duplicate=False):
             state = vars(inner)
             self._watch(state)
+            entries += self._watch_kinds(type(inner))
             for table in _TABLES:
                 self._watch(state[table])
             self._hooks += [(name, hooks) for key in _HOOKS if (hooks := state.get(key)) is not None]
@@ -91,7 +113,15 @@ class Structure:
     def _watch(self, place: dict[Any, Any]) -> None:
         if id(place) not in self._seen:
             self._seen.add(id(place))
-            self._dicts.append((place, list(place.values())))
+            self._held.add(place)
+
+    def _watch_kinds(self, kind: type) -> Iterator[Hashable]:
+        """Watch what a module has of its class: methods that are exchanged there, and settings."""
+        for each in kind.__mro__[:-1]:
+            if id(each) not in self._seen:
+                self._seen.add(id(each))
+                self._held.add(vars(each))
+                yield each, tuple(map(_Same, vars(each).values()))
 
     def _describe(self, value: Any, owner: nn.Module, name: str, depth: int) -> Hashable:
         """Return what makes a setting equal to another one; watch what can change inside it."""
@@ -118,7 +148,7 @@ class Structure:
             return "callable", *[self._describe(each, owner, name, depth - 1) for each in inner]
         if depth > 0 and isinstance(value, (list, tuple, set, frozenset)):
             if isinstance(value, list):
-                self._lists.append((value, list(value)))
+                self._held.add(value)
             each = [self._describe(one, owner, name, depth - 1) for one in value]
             return type(value), *(sorted(each, key=repr) if isinstance(value, (set, frozenset)) else each)
         if depth > 0 and isinstance(value, dict):
@@ -126,17 +156,14 @@ class Structure:
             return type(value), *[(k, self._describe(v, owner, name, depth - 1)) for k, v in value.items()]
         if _is_object(value):
             self._watch(vars(value))  # a configuration that the modules share
+            for each in vars(value).values():
+                if type(each) is dict:
+                    self._watch(each)
         return "object", _Same(value)
 
     def holds(self) -> bool:
         """Whether nothing has changed since."""
-        for place, values in self._dicts:
-            if len(place) != len(values) or any(map(_is_not, place.values(), values)):
-                return False
-        return all(
-            len(place) == len(values) and not any(map(_is_not, place, values))
-            for place, values in self._lists
-        )
+        return self._held.same()
 
     def hooked(self) -> str | None:
         """Return the name of a module inside that has hooks of others (empty: the block itself), or None."""

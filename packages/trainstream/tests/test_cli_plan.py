@@ -114,6 +114,32 @@ def test_without_a_gpu_it_plans_for_ram(ask, monkeypatch):
     assert data["prediction"]["host_bytes"] == 0
 
 
+def test_without_a_gpu_no_gpu_is_spoken_of(ask, monkeypatch):
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    for words in (("--ram", "8GiB"), ("--ram", "1GiB"), ("--ram", "24GiB", "--full")):
+        said = ask(SMALL, *words, "--disk", "20GiB")
+        assert said.exit_code == 0
+        about = said.stdout.partition("may use")[2]
+        for word in ("GPU", "gpu", "VRAM", "device", "come from RAM", "offload,", "h2d"):
+            assert word not in about, word
+        assert "limited by compute" in about
+    refused = ask(SMALL, "--ram", "8GiB", "--capture")
+    assert refused.exit_code == 2
+    assert "on a GPU only" in refused.stderr
+
+
+def test_captured_blocks_take_memory_and_few_launches(ask):
+    words = (*MACHINE, "--json", "--seq", "512", "--tflops", "900", "--quantize", "none")
+    plain, captured = answer(ask(SMALL, *words)), answer(ask(SMALL, *words, "--capture"))
+    assert plain["prediction"]["limiter"] == "launch"
+    assert captured["prediction"]["step_s"] < plain["prediction"]["step_s"]
+    assert captured["prediction"]["device_bytes"] > plain["prediction"]["device_bytes"]
+    (gain,) = [help["gain"] for help in plain["helps"] if help["text"] == "--capture"]
+    assert gain == pytest.approx(plain["prediction"]["step_s"] / captured["prediction"]["step_s"], rel=1e-6)
+    assert not [help for help in captured["helps"] if help["text"] == "--capture"]
+    assert any(line.startswith("capture: ") for line in captured["decisions"])
+
+
 def test_rates_can_be_given(ask, tmp_path):
     slow = answer(ask(LARGE, *MACHINE, "--json", "--link", "2", "--quantize", "none"))
     fast = answer(ask(LARGE, *MACHINE, "--json", "--link", "60", "--tflops", "900", "--quantize", "none"))
@@ -157,6 +183,9 @@ def test_what_is_stored_packed_stays_so_unless_every_weight_is_trained(ask):
         (("--vram", "24"), "write the unit too, as in 24GiB"),
         (("--quantize", "nf5"), "quantize"),
         (("--full", "--quantize", "nf4"), "packed weights are frozen"),
+        (("--full", "--lora"), "exclude each other"),
+        (("--lora", "--full", "--rank", "8"), "exclude each other"),
+        (("--full", "--rank", "8"), "every weight is trained"),
         (("--batch", "4", "--micro-batch", "3"), "divisor"),
         (("--prefer", "cheap"), "prefer"),
         (("--moments", "fp8"), "moments"),

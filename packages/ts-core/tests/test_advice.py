@@ -102,3 +102,28 @@ def test_what_was_chosen_is_explained():
         assert word in text
     assert "optimizer:" in text
     assert "limited by" in text
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3])
+def test_what_is_fetched_ahead_is_one_less_than_there_are_slots(slots):
+    spec, room = model((8,)), Room(MIB, 64 * MIB)
+    job = Job(seq_len=8, lora_rank=1, slots=(slots,))
+    room = dataclasses.replace(room, device=int(spec.bytes * 0.9))
+    found = search(spec, job, HARDWARE, room)
+    assert found.choice.setting.slots == slots
+    plan = plan_of(spec, found, room, job=job)
+    assert (plan.slots, plan.prefetch_depth) == (slots, slots - 1)
+    (line,) = [line for line in explain(spec, job, room, found) if line.startswith("prefetch_depth")]
+    assert ("none, there is room for a single slot" if slots == 1 else f"{slots - 1} ahead") in line
+
+
+def test_where_the_processor_computes_no_other_device_is_spoken_of():
+    spec, job = model((8,)), Job(seq_len=8, lora_rank=1)
+    room = Room(int(spec.bytes * 0.9), None, 64 * MIB)
+    found = search(spec, job, HARDWARE, room)
+    said = explain(spec, job, room, found)
+    said += [help.text for help in helps(spec, job, HARDWARE, room, found)]
+    text = "\n".join([*said, plan_of(spec, found, room, job=job, device="cpu").table()])
+    for word in ("device", "GPU", "gpu", "from RAM"):
+        assert word not in text
+    assert "blocks in RAM" in text

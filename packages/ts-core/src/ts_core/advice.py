@@ -17,6 +17,7 @@ from .spec import ModelSpec
 __all__ = ["Help", "Option", "assign", "explain", "helps", "nearest", "plan_of"]
 
 _GAIN = 1.02  # what is worth a change
+_ALONE = "none, there is room for a single slot"
 #: What more of a resource is tried with, and what it is called.
 _RATES = {
     "gpu": (
@@ -152,7 +153,7 @@ def plan_of(spec: ModelSpec, found: Found, room: Room, *, job: Job, device: str 
         device=device,
         blocks=tuple(rows),
         numerics=Numerics(quantize=setting.packing.name, moment_dtype=setting.moments),
-        prefetch_depth=max(setting.slots - 1, 1),
+        prefetch_depth=setting.slots - 1,
         slots=setting.slots if paged else 0,
         budgets={"device": room.device, "host": room.host or 0, "disk": room.disk},
         predicted={
@@ -194,13 +195,16 @@ def explain(spec: ModelSpec, job: Job, room: Room, found: Found) -> list[str]:
     if len(job.moments) > 1 and not job.lora_rank:
         short = "RAM is not short" if setting.moments == job.moments[0] else "wider ones do not fit"
         lines.append(f"moment_dtype=auto: {setting.moments}, {short}")
+    cpu = room.host is None
+    here, below = ("in RAM", "") if cpu else ("on the device", f"{host} come from RAM, ")
     lines.append(
-        f"param_offload=auto: {there + beside} of {total} blocks on the device, {host} come from RAM, {disk} "
-        f"from files; {format_bytes(taken.device_bytes)} of {format_bytes(room.device)} are used"
+        f"param_offload=auto: {there + beside} of {total} blocks {here}, {below}{disk} from files; "
+        f"{format_bytes(taken.device_bytes)} of {format_bytes(room.device)} are used"
     )
+    away = "" if cpu else f"{off} offload, "
     lines.append(
-        f"activation_offload=auto, recompute=auto: {keep} blocks keep, {off} offload, {again} recompute; "
-        f"{format_bytes(taken.activation_bytes)} of activations and temporaries on the device"
+        f"activation_offload=auto, recompute=auto: {keep} blocks keep, {away}{again} recompute; "
+        f"{format_bytes(taken.activation_bytes)} of activations and temporaries {here}"
     )
     if job.batch > 1:
         passes = job.batch // setting.micro
@@ -208,18 +212,25 @@ def explain(spec: ModelSpec, job: Job, room: Room, found: Found) -> list[str]:
             f"micro-batch: {setting.micro} of {job.batch} rows, {passes} to a step ({setting.schedule} order)"
         )
     if host + disk:
-        lines.append(f"prefetch_depth=auto: {max(setting.slots - 1, 1)} ahead, through {setting.slots} slots")
+        through = f"{setting.slots - 1} ahead, through {setting.slots} slots"
+        lines.append(f"prefetch_depth=auto: {through if setting.slots > 1 else _ALONE}")
+    if job.capture:
+        lines.append("capture: blocks are recorded once and replayed, in few launches")
     if not job.lora_rank:
-        lines.append(
-            f"optimizer: {there} blocks are updated on the device, {beside + host} on the host, {disk} from "
-            "files"
-        )
-    lines.append(f"limited by {taken.limiter}: {_busy(taken)}")
+        where = "in RAM, " if cpu else f"on the device, {beside + host} on the host, "
+        lines.append(f"optimizer: {there} blocks are updated {where}{disk} from files")
+    lines.append(f"limited by {_part(taken.limiter, cpu)}: {_busy(taken, cpu)}")
     return lines
 
 
-def _busy(taken: Prediction) -> str:
-    return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in taken.busy_s.items() if seconds >= 5e-4)
+def _part(name: str, cpu: bool) -> str:
+    """What a resource is called where the processor computes."""
+    return {"gpu": "compute"}.get(name, name) if cpu else name
+
+
+def _busy(taken: Prediction, cpu: bool) -> str:
+    parts = ((_part(name, cpu), seconds) for name, seconds in taken.busy_s.items() if seconds >= 5e-4)
+    return ", ".join(f"{name} {seconds:.3g} s" for name, seconds in parts)
 
 
 def _try(spec: ModelSpec, job: Job, hardware: HardwareProfile, room: Room, any_plan: bool) -> Found | None:
@@ -308,13 +319,14 @@ def helps(
     Returns:
         Changes that gain at least 2 %, planned anew each.
     """
-    rooms = {
-        f"{format_bytes(room.device)} more on the device": dataclasses.replace(room, device=2 * room.device)
-    }
+    cpu = room.host is None
+    more = "more RAM" if cpu else "more on the device"
+    rooms = {f"{format_bytes(room.device)} {more}": dataclasses.replace(room, device=2 * room.device)}
     if room.host:
         rooms[f"{format_bytes(room.host)} more RAM"] = dataclasses.replace(room, host=2 * room.host)
     changes = [(text, job, hardware, space) for text, space in rooms.items()]
     text, tables, figures = _RATES["h2d" if found.prediction.limiter == "d2h" else found.prediction.limiter]
+    text = text.replace("a GPU", "a processor") if cpu else text
     faster = {f: getattr(hardware, f) * (0.5 if f == "launch_s" else 2) for f in figures}
     rates = {
         name: {key: rate * (2 if name in tables else 1) for key, rate in table.items()}

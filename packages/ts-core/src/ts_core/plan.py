@@ -129,6 +129,8 @@ class Plan:
     def table(self) -> str:
         """Return the plan as a table for people: one line per run of alike blocks, then the totals."""
         rows = [("group", "kind", "tier", "codec", "activations", "optimizer", "bytes")]
+        # What computes in RAM has no other device.
+        words = {"device": "RAM"} if self.device.startswith("cpu") else {}
         run: list[BlockPlan] = []
         for block in [*self.blocks, None]:
             if run and (block is None or _alike(run[-1]) != _alike(block)):
@@ -136,8 +138,9 @@ class Plan:
                 policy = run[0].policy if run[0].kind == "block" else ""
                 size = format_bytes(sum(entry.bytes for entry in run))
                 first = run[0]
-                tier = f"{first.tier}+slot" if first.settled else first.tier
-                rows.append((name, first.kind, tier, first.codec, policy, first.optimizer, size))
+                tier = words.get(first.tier, first.tier) + ("+slot" if first.settled else "")
+                updated = words.get(first.optimizer, first.optimizer)
+                rows.append((name, first.kind, tier, first.codec, policy, updated, size))
                 run = []
             if block is not None:
                 run.append(block)
@@ -149,7 +152,7 @@ class Plan:
         for tier, predicted in self.predicted.items():
             if predicted:
                 of = f" of {format_bytes(self.budgets[tier])}" if tier in self.budgets else ""
-                lines.append(f"{tier:11} {format_bytes(predicted)}{of} planned")
+                lines.append(f"{words.get(tier, tier):11} {format_bytes(predicted)}{of} planned")
         if self.slots:
             lines.append(f"slots       {self.slots}")
         return "\n".join(lines)

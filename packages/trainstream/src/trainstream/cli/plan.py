@@ -20,6 +20,7 @@ __all__ = ["Asked", "command", "run"]
 
 _SIZE = "Bytes or a size such as 24GiB"
 _LEAST = 1 << 20  # bytes; what is less was meant in another unit
+_RANK = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,7 @@ class Asked:
     seq: int = 2048
     batch: int = 1
     lora: bool = True
-    rank: int = 16
+    rank: int = _RANK
     quantize: str = "auto"
     moments: str = "auto"
     prefer: str = "exact"
@@ -42,6 +43,7 @@ class Asked:
     hardware: Path | None = None
     link: float | None = None
     tflops: float | None = None
+    capture: bool = False
 
 
 def command(
@@ -60,9 +62,12 @@ def command(
     seq: Annotated[int, typer.Option("--seq", help="Tokens of a row.", min=1)] = 2048,
     batch: Annotated[int, typer.Option("--batch", help="Rows of an optimizer step.", min=1)] = 1,
     lora: Annotated[
-        bool, typer.Option("--lora/--full", help="Adapters on a frozen base, or every weight.")
-    ] = True,
-    rank: Annotated[int, typer.Option("--rank", help="Rank of the adapters.", min=1)] = 16,
+        bool, typer.Option("--lora", help="Adapters on a frozen base; so unless --full is given.")
+    ] = False,
+    full: Annotated[bool, typer.Option("--full", help="Every weight.")] = False,
+    rank: Annotated[
+        int | None, typer.Option("--rank", help=f"Rank of the adapters. Default: {_RANK}.", min=1)
+    ] = None,
     quantize: Annotated[
         str, typer.Option("--quantize", help="auto, none, or a codec of the frozen base such as nf4.")
     ] = "auto",
@@ -85,6 +90,9 @@ def command(
         float | None, typer.Option("--link", help="GB/s of the link to the GPU, one way.")
     ] = None,
     tflops: Annotated[float | None, typer.Option("--tflops", help="TFLOP/s of the GPU in bf16.")] = None,
+    capture: Annotated[
+        bool, typer.Option("--capture", help="Blocks recorded once and replayed: wrap()'s capture=True.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -93,12 +101,25 @@ def command(
     Exit codes: 0 it fits, 1 it does not, 2 something in the request is wrong, 130 stopped by Ctrl-C.
     """
     asked = Asked(
-        model, vram, ram, disk, seq, batch, lora, rank, quantize, moments, prefer, micro_batch, headroom,
-        hardware, link, tflops,
+        model, vram, ram, disk, seq, batch, not full, rank or _RANK, quantize, moments, prefer, micro_batch,
+        headroom, hardware, link, tflops, capture,
     )  # fmt: skip
     from trainstream.cli import _carry_out
 
-    _carry_out(lambda console: run(console, asked), as_json, debug)
+    def answer(console: Console) -> int:
+        _agree(lora, full, rank)
+        return run(console, asked)
+
+    _carry_out(answer, as_json, debug)
+
+
+def _agree(lora: bool, full: bool, rank: int | None) -> None:
+    from ts_core.errors import OptionError
+
+    if lora and full:
+        raise OptionError("options lora, full: adapters and every weight exclude each other; give one")
+    if full and rank is not None:
+        raise OptionError(f"option rank: {rank} is of adapters, and with --full every weight is trained")
 
 
 def _size(name: str, value: str) -> int:
@@ -222,6 +243,7 @@ def _job(asked: Asked, spec: ModelSpec, cpu: bool) -> Job:
         # Adapters stay on the device with all of their state.
         moments=(chosen,) if chosen != "auto" else formats[:1] if asked.lora else formats,
         prefer=choice("prefer", asked.prefer, ("exact", "speed")),
+        capture=asked.capture,
     )
 
 
@@ -261,7 +283,7 @@ def _alternatives(asked: Asked, job: Job, spec: ModelSpec, cpu: bool, *, smaller
     if job.lora_rank and job.packings[-1].name in ("none", "int8") and asked.quantize != "auto":
         found["--quantize nf4"] = dataclasses.replace(job, packings=_packings(("nf4",)))
     if not job.lora_rank:
-        lora = dataclasses.replace(asked, lora=True, quantize="auto", rank=16)
+        lora = dataclasses.replace(asked, lora=True, quantize="auto", rank=_RANK)
         found["--lora"] = _job(lora, spec, cpu)
     if smaller:
         if asked.batch > 1 and (asked.micro_batch or asked.batch) > 1:
@@ -269,8 +291,11 @@ def _alternatives(asked: Asked, job: Job, spec: ModelSpec, cpu: bool, *, smaller
         if asked.seq > 256:
             length = max(asked.seq // 4, 256)
             found[f"--seq {length}"] = dataclasses.replace(job, seq_len=length)
-    elif asked.prefer == "exact" and len(job.packings) > 1:
+        return found
+    if asked.prefer == "exact" and len(job.packings) > 1:
         found["--prefer speed"] = dataclasses.replace(job, prefer="speed")
+    if not (cpu or job.capture):
+        found["--capture"] = dataclasses.replace(job, capture=True)
     return found
 
 
@@ -286,11 +311,13 @@ def run(console: Console, asked: Asked) -> int:
         Exit code: 0 if it fits, else 1.
     """
     from ts_core.advice import explain, helps, plan_of
-    from ts_core.errors import DoesNotFitError
+    from ts_core.errors import DoesNotFitError, OptionError
     from ts_core.search import choose
     from ts_hf.header_spec import find_spec
 
     room, cpu = _room(asked)
+    if cpu and asked.capture:
+        raise OptionError("option capture: recordings are faster on a GPU only; say which with --vram")
     hardware, source = _profile(asked, cpu)
     spec = find_spec(asked.model, dtype="bfloat16")  # as load_model and finetune hold it
     if not asked.lora:

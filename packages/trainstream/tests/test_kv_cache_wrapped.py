@@ -1,14 +1,19 @@
 """Generation of a wrapped model with its keys and values in blocks."""
 
 import copy
+import inspect
 
 import pytest
 import torch
 from test_trainer import build
+from transformers import LlamaModel
 
 import trainstream as ts
 from ts_core.testing import devices
 from ts_hf import BlockCache
+
+#: What transformers calls the argument, which has changed.
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 
 @pytest.mark.parametrize("device", devices())
@@ -27,6 +32,6 @@ def test_a_paged_model_generates_what_the_plain_one_does(device, beams):
     right = copy.deepcopy(model).generate(ids, **options)
     wrapped, _ = ts.wrap(model, lr=1e-3, param_offload=True, device=device)
     cache = BlockCache(model.config, block_tokens=64)
-    assert torch.equal(wrapped.generate(ids, cache=cache, **options), right)
+    assert torch.equal(wrapped.generate(ids, **{CACHE: cache}, **options), right)
     assert cache.stored_bytes() > 0
     ts.unwrap(model)

@@ -1,6 +1,7 @@
 """Keys and values in blocks against transformers' own DynamicCache."""
 
 import copy
+import inspect
 import sys
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 from conftest import tiny_config, tiny_model
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaModel
 from transformers.cache_utils import DynamicSlidingWindowLayer
 
 from ts_core.errors import MissingDependencyError, OptionError, StateError
@@ -16,6 +17,8 @@ from ts_core.testing import devices
 from ts_hf import BlockCache
 
 LONG = {"max_position_embeddings": 512}
+#: What transformers calls the argument, which has changed.
+CACHE = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
 
 
 def tokens(rows, length, seed=1):
@@ -31,7 +34,7 @@ def device(request):
 def logits_in_pieces(model, ids, cache, pieces):
     found, start = [], 0
     for size in pieces:
-        found.append(model(ids[:, start : start + size], cache=cache).logits)
+        found.append(model(ids[:, start : start + size], **{CACHE: cache}).logits)
         start += size
     return torch.cat(found, 1)
 
@@ -107,7 +110,7 @@ def test_generate(way, quantize, device):
     right = model.generate(ids, **options)
     torch.manual_seed(0)
     cache = BlockCache(model.config, block_tokens=64, quantize=quantize)
-    found = model.generate(ids, cache=cache, **options)
+    found = model.generate(ids, **{CACHE: cache}, **options)
     assert found.shape == right.shape
     if quantize == "none":
         assert torch.equal(found, right)
@@ -158,7 +161,8 @@ def test_any_history_leaves_what_the_dynamic_cache_has(changes):
             ours = copy.deepcopy(ours)
             left.reset()
         elif change == "reset":
-            right.reset(), ours.reset()
+            right = DynamicCache(config=config)  # in earlier releases its reset leaves zeros
+            ours.reset()
         assert ours.get_seq_length() == right.get_seq_length()
         assert ours.get_mask_sizes(3, 0) == right.get_mask_sizes(3, 0)
 
@@ -175,7 +179,7 @@ def test_only_exact_blocks_can_be_rolled_back():
 def test_training_through_it_is_refused():
     model = tiny_model()
     with pytest.raises(StateError, match="evaluation and generation"):
-        model(tokens(1, 5), cache=BlockCache(model.config))
+        model(tokens(1, 5), **{CACHE: BlockCache(model.config)})
 
 
 @pytest.mark.parametrize(

@@ -182,6 +182,9 @@ class _BlockLayer(DynamicLayer):  # type: ignore[misc]
 
     def reset(self) -> None:
         self.blocks = []
+        # Dropped: transformers before 5.18 would leave so many tokens of zeros.
+        self.keys = self.values = None  # type: ignore[assignment]
+        self.is_initialized = False
         super().reset()
 
     def crop(self, tokens_to_remove: int) -> None:
@@ -238,6 +241,8 @@ class BlockCache(DynamicCache):  # type: ignore[misc]
 
     On the device are at any time: the latest tokens of each layer (less than `block_tokens`), and the whole
     keys and values of the layer that computes and of those fetched ahead.
+
+    The argument that takes it is called `cache`, in earlier releases of transformers 5 `past_key_values`.
 
     Args:
         config: Of the model: `model.config`.

@@ -15,7 +15,7 @@ from torch import nn
 
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
-from trainstream._paging import Asked
+from trainstream._paging import Asked, captured
 from ts_core import registry
 from ts_core.advice import assign
 from ts_core.blocks import BlockMap
@@ -236,7 +236,7 @@ def first_plan(asked: Question, codecs: Sequence[str], moments: Sequence[str], t
         depth=options.prefetch_depth,
         prefer=options.prefer if options.quantize == "auto" else "exact",
         spare_files=options.disk_offload is None,
-        capture=options.capture is True,
+        capture=captured(options, asked.device),
     )
     budgets = asked.budgets
     room = Room(max(budgets.device, 0), budgets.host, max(budgets.disk, 0))

@@ -16,6 +16,7 @@ from torch import nn
 
 from ts_core import memory, options
 from ts_core.errors import OptionError
+from ts_paging.recording import captures_by_itself
 from ts_quant.codecs import resolve
 
 __all__ = ["WrapOptions"]
@@ -341,6 +342,8 @@ class WrapOptions:
                 "capture",
                 "blocks run eagerly"
                 if on_cpu
+                else "paged blocks are captured where that pays, by measurement of the first steps"
+                if captures_by_itself(torch.device("cuda"))
                 else "off: captured blocks have not been proven on a GPU yet; capture=True turns them on",
             ),
         ):

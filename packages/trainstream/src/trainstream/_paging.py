@@ -6,6 +6,7 @@ import dataclasses
 import math
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 import ts_paging
 from trainstream._inventory import Inventory
 from trainstream._options import WrapOptions
-from ts_core import registry
+from ts_core import memory, registry
 from ts_core.errors import DoesNotFitError, OptionError
 from ts_core.memory import format_bytes
 from ts_core.planner import Layout
@@ -23,9 +24,10 @@ from ts_paging.blockmode import BlockMode
 from ts_paging.captured import Captures
 from ts_paging.files import FileTensors, locate
 from ts_paging.pager import WeightPager
+from ts_paging.recording import captures_by_itself
 from ts_quant import QuantizedTensor
 
-__all__ = ["Asked", "Tiers", "asked", "start_paging", "to_offload"]
+__all__ = ["Asked", "Tiers", "asked", "captured", "start_paging", "to_offload"]
 
 _AHEAD = 1 << 30
 _SHARE_OF_RECORDINGS = 4  # of the device's budget, the inverse
@@ -283,8 +285,21 @@ def start_paging(
         for index, unit in enumerate(inventory.blocks)
     ]
     pager.attach(blocks, *hooked_edges(inventory, paged))
-    if options.capture is True:
+    if captured(options, tiers.device):
         # What recordings hold is measured with the first steps, before anything returns to the device.
         limit = max(room, 0) // _SHARE_OF_RECORDINGS or None
-        pager.block_mode = BlockMode(Captures(tiers.device, max_bytes=limit))
+        auto = options.capture == "auto"
+        left = partial(_left, tiers.device, room) if auto and not cpu else None
+        pager.block_mode = BlockMode(Captures(tiers.device, max_bytes=limit, auto=auto, room=left))
     return pager
+
+
+def captured(options: WrapOptions, device: torch.device) -> bool:
+    """Whether blocks that a pager looks after may be recorded: as asked for, or where that is proven."""
+    return options.capture is True or (options.capture == "auto" and captures_by_itself(device))
+
+
+def _left(device: torch.device, room: int) -> int:
+    """Bytes that neither this process nor another one holds of what may be used of a GPU."""
+    free = memory.device_budget(device).available_bytes
+    return min(free, room - torch.cuda.memory_reserved(device))

@@ -35,9 +35,9 @@ def memory_report(model: nn.Module) -> dict[str, Any]:
           ``fused``, ``variant``, why not in ``reason``, how far it is from the module's own code), and
           ``attention``: the backend that comes ``first`` (None: torch's own order) and the seconds measured.
         - ``experts``: ``copied``, expert copies made so far (0: experts are not paged).
-        - ``captured``: with ``capture=True``, ``blocks`` (how many replayed in the latest pass), ``replays``,
-          ``recordings``, ``shapes``, ``bytes`` (that recordings hold) and ``fallbacks`` (reason -> names of
-          blocks that did not replay for it); else an empty dictionary.
+        - ``captured``: where blocks may be captured, ``blocks`` (how many replayed in the latest pass),
+          ``replays``, ``recordings``, ``shapes``, ``bytes`` (that recordings hold) and ``fallbacks`` (reason
+          -> names of blocks that did not replay for it); else an empty dictionary.
         - ``tiers``: bytes now in ``device`` (the slots of paged blocks included), ``peer``, ``host`` and
           ``disk``. On a CPU run ``device`` is the RAM that holds weights, buffers and gradients, ``host`` the
           RAM that holds optimizer state.

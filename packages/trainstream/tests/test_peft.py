@@ -10,6 +10,7 @@ from test_trainer import build
 import trainstream
 from ts_core import registry
 from ts_core.errors import ArgumentTypeError, OptionError, StateError
+from ts_hf import load_model
 from ts_hf.adapters import merge_adapters
 from ts_quant import QuantizedTensor, dequantize_model
 
@@ -272,6 +273,31 @@ def test_a_format_that_is_not_written_here_is_not_packed_again(monkeypatch):
     assert isinstance(
         model.base_model.model.model.layers[0].self_attn.q_proj.base_layer.weight, QuantizedTensor
     )
+
+
+def test_factors_of_load_model_are_where_adapters_start(tmp_path):
+    """What load_model(error_rank=) kept, wrap() puts into the adapters, and nothing else changes."""
+    build().save_pretrained(tmp_path)
+    exact, distances = logits(build()), {}
+    for rank in (0, 8):
+        model = load_model(tmp_path, "nf4", "fp32", error_rank=rank)
+        config = peft.LoraConfig(r=8, lora_alpha=16, target_modules="all-linear", task_type="CAUSAL_LM")
+        torch.manual_seed(1)
+        model = peft.get_peft_model(model, config)
+        layer = model.base_model.model.model.layers[0].self_attn.q_proj
+        packed = {part: tensor.clone() for part, tensor in layer.base_layer.weight.packed.items()}
+        model, _ = trainstream.wrap(model, adamw(model))
+        assert all(torch.equal(layer.base_layer.weight.packed[part], packed[part]) for part in packed)
+        assert bool(layer.lora_B["default"].weight.any()) == bool(rank)
+        if rank:
+            lost = (
+                build().model.layers[0].self_attn.q_proj.weight.detach()
+                - layer.base_layer.weight.dequantize()
+            )
+            learned = layer.get_delta_weight("default").detach()
+            assert float((lost - learned).square().sum()) < 0.5 * float(lost.square().sum())
+        distances[rank] = float((logits(model) - exact).square().mean())
+    assert distances[8] < 0.5 * distances[0]
 
 
 def test_adapters_start_from_the_error_of_packing(tmp_path):

@@ -1,7 +1,11 @@
 """Memory that shrinks and inputs that grow: room is made before it fails, and losses stay the same."""
 
+import contextlib
 import functools
+import gc
 import io
+import subprocess
+import sys
 
 import peft
 import pytest
@@ -209,6 +213,160 @@ def test_vram_that_another_process_takes_makes_groups_stream(monkeypatch):
     assert any("less of the device is left" in line for line in session.events.events)
     assert any("stream from now on" in line for line in session.events.events)
     trainstream.unwrap(model)
+
+
+class Others:
+    """A GPU's memory as PyTorch tells of it, with a process beside this one that takes and gives back."""
+
+    RESERVED, PEAK, TOTAL = 48 * MIB, 80 * MIB, 1 << 50
+
+    def __init__(self, monkeypatch):
+        self.taken, self.peak = 0, self.PEAK
+        for name in ("mem_get_info", "memory_reserved", "max_memory_reserved", "reset_peak_memory_stats"):
+            monkeypatch.setattr(torch.cuda, name, getattr(self, name))
+        monkeypatch.setattr("trainstream._watch._SHARE", 0)
+
+    def mem_get_info(self, device=None):
+        return self.TOTAL - self.RESERVED - self.taken, self.TOTAL
+
+    def memory_reserved(self, device=None):
+        return self.RESERVED
+
+    def max_memory_reserved(self, device=None):
+        return self.peak
+
+    def reset_peak_memory_stats(self, device=None):
+        self.peak = self.RESERVED
+
+
+def test_memory_that_others_take_at_step_10_and_give_back_changes_no_loss(tmp_path, monkeypatch):
+    """A run under a plan, whose look at the device is at figures made up here."""
+    lengths = [32] * 16
+    expected = reference("cpu", tuple(lengths))
+    torch.manual_seed(0)
+    model, optimizer = trainstream.wrap(
+        model_of(), None, lr=1e-3, device="cpu", quantize="none", disk_offload=tmp_path, plan_tokens=64
+    )
+    session = model._trainstream_session
+    others = Others(monkeypatch)
+    monkeypatch.setattr(session.watch, "_cuda", True)
+    streams, said = [], []
+
+    def after(step):
+        streams.append(len(session.plan.paged))
+        said.append(len(session.events.events))
+        if step == 9:
+            others.taken = others.TOTAL - others.RESERVED
+        if step == 13:
+            others.taken = 0
+
+    assert run(model, optimizer, "cpu", lengths, after) == expected
+    assert streams[9] == 0 < streams[10] == streams[-1]
+    assert said[9] == said[0]
+    told = session.events.events[said[9] :]
+    (less,) = [i for i, line in enumerate(told) if "less of the device is left" in line]
+    (moved,) = [i for i, line in enumerate(told) if "stream from now on" in line]
+    (again,) = [i for i, line in enumerate(told) if "the device has room again" in line]
+    assert less < moved < again
+    assert said[11] == said[13] == said[9] + again  # while it is gone, nothing is said twice
+    trainstream.unwrap(model)
+
+
+_OTHER = """
+import sys
+import torch
+
+held = [torch.empty(1, device="cuda")]
+print("ready", flush=True)
+for line in sys.stdin:
+    if line.startswith("take"):
+        left = int(line.split()[1])
+        step = 1 << 40
+        while step >= 12 << 20:  # smaller ones come in pieces of 20 MiB, and would take more than is meant
+            more = min(torch.cuda.mem_get_info()[0] - left, step) >> 21 << 21
+            if more < 12 << 20:
+                break
+            try:
+                held.append(torch.empty(more, dtype=torch.uint8, device="cuda"))
+            except torch.OutOfMemoryError:
+                step = more // 2
+    else:
+        del held[1:]
+        torch.cuda.empty_cache()
+    print(torch.cuda.mem_get_info()[0], flush=True)
+"""
+
+
+@contextlib.contextmanager
+def another_process():
+    """Another process on this GPU; yields what asks it to take all but some bytes, or to give them back."""
+    child = subprocess.Popen(
+        [sys.executable, "-c", _OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+
+    def ask(words):
+        child.stdin.write(f"{words}\n")
+        child.stdin.flush()
+        answer = child.stdout.readline()
+        assert answer, f"the other process ended with {child.wait()}"
+        return int(answer)
+
+    try:
+        assert child.stdout.readline() == "ready\n"
+        yield ask
+    finally:
+        child.kill()
+        child.wait()
+        child.stdin.close()
+        child.stdout.close()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_vram_that_another_process_takes_at_step_10_changes_no_loss(monkeypatch):
+    """Most of it, and for real: steps go on with what is left, stream, and have room again later."""
+    left = 56 * MIB  # less than the watch leaves to others in this process, so that it acts
+
+    def batches(step):
+        made = torch.Generator().manual_seed(step)
+        ids = torch.randint(0, 512, (16, 64), generator=made).to("cuda")
+        return [{"input_ids": ids, "labels": ids}]
+
+    def train(ask, steps=16, **options):
+        torch.manual_seed(0)
+        model, _ = trainstream.wrap(
+            model_of(), None, lr=1e-3, device="cuda", quantize="none", plan_tokens=1024, **options
+        )
+        session = model._trainstream_session
+        losses, streams, free = [], [], []
+        for step in range(steps):
+            if ask is not None and step == 10:
+                torch.cuda.synchronize()
+                gc.collect()
+                torch.cuda.empty_cache()
+                free.append(ask(f"take {left}"))
+            if ask is not None and step == 14:
+                free.append(ask("give"))
+            losses.append(session.train_step(batches(step)).item())
+            streams.append(sum(row.tier != "device" and not row.settled for row in session.plan.blocks))
+        told = list(session.events.events)
+        trainstream.unwrap(model)
+        del model, session
+        gc.collect()
+        torch.cuda.empty_cache()
+        return losses, streams, free, told
+
+    monkeypatch.setattr("trainstream._watch._SHARE", 0)
+    train(None, 2, param_offload=True, recompute=True)  # its kernels are loaded: that takes memory, too
+    expected, _, _, _ = train(None)
+    with another_process() as ask:
+        losses, streams, free, told = train(ask)
+    assert free[0] < 80 * MIB < 1024 * MIB < free[1]
+    assert losses == expected
+    assert streams[9] == 0 < streams[11]
+    text = "\n".join(told)
+    for words in ("less of the device is left", "stream from now on", "the device has room again"):
+        assert words in text
 
 
 def test_nothing_moves_between_two_passes_that_one_backward_comes_to(tmp_path):

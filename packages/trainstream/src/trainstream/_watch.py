@@ -272,7 +272,8 @@ class Watch:
         if governor is not None:
             governor.room = min(most, room)
             over -= governor.kept  # these give way by themselves
-        less = room < most and (governor is not None or over > 0)
+        # Once there is less, it stays so until what was planned with is there again.
+        less = room < most and (governor is not None or over > 0 or self._shrunk)
         if less and not self._shrunk:
             session.events.add(
                 f"less of {what} is left: {format_bytes(max(room, 0))} can be used where "

@@ -25,14 +25,15 @@ def meminfo(total=64 * 1024 * MIB, available=32 * 1024 * MIB):
     return MEMINFO.format(total=total // 1024, available=available // 1024)
 
 
-def v2(path, limit, current=None, inactive=None, high=None):
+def v2(path, limit, current=None, inactive=None, high=None, active=0):
     """Files of one v2 group; sizes in MiB."""
     base = f"sys/fs/cgroup{path.rstrip('/')}"
     files = {f"{base}/memory.max": f"{limit if limit == 'max' else limit * MIB}\n"}
     if current is not None:
         files[f"{base}/memory.current"] = f"{current * MIB}\n"
     if inactive is not None:
-        files[f"{base}/memory.stat"] = f"anon 12\nfile 99\ninactive_file {inactive * MIB}\nactive_file 7\n"
+        cache = f"inactive_file {inactive * MIB}\nactive_file {active * MIB}\n"
+        files[f"{base}/memory.stat"] = f"anon 12\nfile 99\n{cache}"
     if high is not None:
         files[f"{base}/memory.high"] = f"{high if high == 'max' else high * MIB}\n"
     return files
@@ -68,6 +69,23 @@ def test_v2_limit_of_a_parent_counts_with_what_is_used_and_what_can_be_dropped(t
     assert budget.available_bytes == 624 * MIB
     assert budget.limit_bytes == 1024 * MIB
     assert budget.source == limit.source
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_files_that_are_read_again_and_again_can_be_dropped_too(tmp_path, version):
+    """In each step, where they cannot be read past the cache: half of the active list counts."""
+    if version == 2:
+        files = {"proc/self/cgroup": "0::/a\n"} | v2("/a", 1024, 1000, 100, active=600)
+    else:
+        stat = f"active_file 5\ntotal_inactive_file {100 * MIB}\ntotal_active_file {600 * MIB}\n"
+        files = {"proc/self/cgroup": "4:memory:/a\n"} | v1("/a", 1024 * MIB, 1000 * MIB, stat)
+    tree(tmp_path, files)
+    assert cgroup_limit(tmp_path).available_bytes == (1024 - 1000 + 100 + 300) * MIB
+
+
+def test_more_cache_than_is_used_is_not_free(tmp_path):
+    files = {"proc/self/cgroup": "0::/a\n"} | v2("/a", 1024, 200, 100, active=900)
+    assert cgroup_limit(tree(tmp_path, files)).available_bytes == 1024 * MIB
 
 
 def test_the_group_that_leaves_least_decides_not_the_smallest_limit(tmp_path):

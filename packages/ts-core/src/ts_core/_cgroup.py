@@ -7,8 +7,10 @@ scheduler/sched-bwc.rst:
 * In a container the path may be the host's, which its mount does not show: then the root of the mount is the
   container's own group. `mountinfo` tells which part of the path the mount begins at.
 * No limit is "max" in v2 and the largest multiple of the page size below 2**63 in v1.
-* A limit binds all descendants, so each visible ancestor counts; file cache counts as used, and its inactive
-  part is dropped before anything is killed.
+* A limit binds all descendants, so each visible ancestor counts; file cache counts as used, and the kernel
+  drops it before anything is killed: the inactive list first, then from the active one, which holds what was
+  read more than once. So it goes with files that are read again in each step where direct I/O is refused.
+  Half of the active list counts as free, as it does at least in MemAvailable: code is in it too.
 * A group may run quota / period cores on average: `cpu.max` holds both in v2, "max" is no quota; v1 has a
   file for each, -1 is no quota.
 """
@@ -33,7 +35,7 @@ class CgroupLimit:
 
     Attributes:
         limit_bytes: The smallest limit of all.
-        available_bytes: The smallest (limit - used + inactive file cache) of all; never negative.
+        available_bytes: The smallest (limit - used + file cache that can be dropped) of all; never negative.
         source: Directory of the group that `available_bytes` comes from.
     """
 
@@ -49,12 +51,16 @@ class _Files:
     limits: tuple[str, ...]
     used: str
     inactive: tuple[str, ...]
+    active: tuple[str, ...]
 
 
 # Above memory.high the kernel throttles a process almost to a standstill, so it is as hard as memory.max to
 # us.
-_V2 = _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file",))
-_V1 = _Files(("memory.limit_in_bytes",), "memory.usage_in_bytes", ("total_inactive_file", "inactive_file"))
+_V2 = _Files(("memory.max", "memory.high"), "memory.current", ("inactive_file",), ("active_file",))
+_V1 = _Files(
+    ("memory.limit_in_bytes",), "memory.usage_in_bytes",
+    ("total_inactive_file", "inactive_file"), ("total_active_file", "active_file"),
+)  # fmt: skip
 
 
 def read_text(path: Path) -> str | None:
@@ -149,14 +155,18 @@ def _limit_of(directory: Path, files: _Files) -> tuple[int, int] | None:
     if not real:
         return None
     used = _number(read_text(directory / files.used)) or 0
-    inactive = next((statistics[name] for name in files.inactive if name in statistics), 0)
-    return min(real), max(min(real) - used + min(inactive, used), 0)
+    inactive, active = (
+        next((statistics[name] for name in names if name in statistics), 0)
+        for names in (files.inactive, files.active)
+    )
+    return min(real), max(min(real) - used + min(inactive + active // 2, used), 0)
 
 
 def cgroup_limit(root: str | Path = "/") -> CgroupLimit | None:
     """Read what the control groups of this process leave it.
 
-    available = min over the group and its visible ancestors of (limit - used + inactive file cache).
+    available = min over the group and its visible ancestors of (limit - used + inactive file cache
+                                                                 + active file cache / 2).
 
     Args:
         root: Directory that holds `proc` and `sys`; another one than "/" serves tests.

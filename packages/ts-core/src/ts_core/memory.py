@@ -216,7 +216,7 @@ def _machine(root: str | Path) -> tuple[int, int, str]:
 def host_budget(root: str | Path = "/", *, ranks: int | None = None) -> HostBudget:
     """Say how much RAM this process may use.
 
-    available = min(MemAvailable, min over control groups of (limit - used + inactive file cache)) / ranks.
+    available = min(MemAvailable, min over control groups of (limit - used + droppable file cache)) / ranks.
     The control groups are those of the process and all their visible ancestors, cgroup v1 and v2.
 
     Args:

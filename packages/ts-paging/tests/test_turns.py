@@ -8,6 +8,7 @@ from test_weight_pager import batch, build, host, page
 
 from ts_core.errors import StateError
 from ts_core.testing import devices
+from ts_paging.pager import WeightPager
 from ts_paging.turns import _Backward
 
 
@@ -169,3 +170,127 @@ def test_one_pass_after_another_is_never_refused(device, fails):
             model.loss(x).backward()
         with torch.no_grad():
             model(x)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_a_backward_pass_within_another_thread_s_is_refused_and_the_other_goes_on(policy, device):
+    plain, model = build().to(device).eval(), host(build()).eval()
+    page(model, device, 2, policy)
+    x, told = batch(device), []
+    plain.loss(x).backward()
+    second = model.loss(x.flip(1))
+    handle = model.layers[2].register_full_backward_hook(lambda *_: told.append(in_thread(second.backward)))
+    first = model.loss(x)
+    handle.remove()
+    first.backward()
+    assert isinstance(told[0], StateError)
+    assert "another thread" in str(told[0])
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        assert q.grad is None or torch.equal(p.grad.cpu(), q.grad.cpu())
+    assert in_thread(model.loss(x).backward) is None  # when it is over, anybody may
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("policy", ["keep", "offload", "recompute"])
+def test_backward_passes_of_several_threads_are_right_or_refused(policy, device):
+    plain, model = build().to(device).eval(), host(build()).eval()
+    page(model, device, 2, policy)
+    xs = [batch(device, shift) for shift in range(3)]
+    expected = []
+    for x in xs:
+        plain.zero_grad()
+        plain.loss(x).backward()
+        expected.append([p.grad.clone() for p in plain.parameters() if p.requires_grad])
+    start, refused = threading.Barrier(3), []
+    model.loss(xs[0]).backward()  # hooks and order are known
+    for _ in range(5):
+        losses = [model.loss(x) for x in xs]
+
+        def backward(loss):
+            start.wait()
+            try:
+                loss.backward()
+            except StateError as error:
+                refused.append(str(error))
+                return True
+            return False
+
+        model.zero_grad()
+        threads = [threading.Thread(target=backward, args=(loss,)) for loss in losses]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        if not refused:
+            for index, p in enumerate(p for p in model.parameters() if p.requires_grad):
+                total = sum(grads[index].double() for grads in expected)
+                torch.testing.assert_close(p.grad.double(), total.to(p.grad.device), rtol=1e-5, atol=1e-6)
+    assert all("another thread" in message for message in refused)
+
+
+def test_a_backward_pass_within_one_is_no_other_thread():
+    model = host(build()).eval()
+    pager = page(model, "cpu")
+    x, seen = batch("cpu"), []
+    inner = model.loss(x.flip(1))
+    plain = build().eval()
+    plain.loss(x.flip(1)).backward()
+    plain.loss(x).backward()
+
+    def hook(grad):
+        if not seen:
+            seen.append(True)
+            inner.backward()
+
+    loss = model.loss(x)
+    handle = model.norm.weight.register_hook(hook)
+    loss.backward()
+    handle.remove()
+    assert seen
+    assert len(pager.turns._backwards) == 0
+    for p, q in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+
+
+def test_a_backward_pass_waits_for_one_that_the_engine_drops_late():
+    model = host(build())
+    pager = page(model, "cpu", 2)
+    loss = model.loss(batch("cpu"))
+    late = _Backward()
+    late.thread = -1
+    pager.turns._backwards[-2] = late
+    holder = [late]
+    del late
+    dropping = threading.Timer(0.2, holder.clear)
+    dropping.start()
+    loss.backward()
+    assert not holder
+    dropping.join()
+
+
+def test_second_runs_of_blocks_with_buffers_take_turns_too():
+    """They exchange buffers, even where no weight is paged."""
+
+    class Counting(torch.nn.Linear):
+        def __init__(self):
+            super().__init__(4, 4)
+            self.register_buffer("calls", torch.zeros(()))
+
+        def forward(self, x):
+            self.calls += 1
+            return super().forward(x) * self.calls
+
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(*[Counting() for _ in range(3)])
+    pager = WeightPager(torch.device("cpu"), pages=lambda p: False)
+    pager.attach([(f"blocks.{i}", block, "recompute") for i, block in enumerate(model)])
+    x, told = torch.ones(2, 4), []
+    second = model(x).sum()
+    handle = model[1].register_full_backward_hook(lambda *_: told.append(in_thread(second.backward)))
+    first = model(x).sum()
+    handle.remove()
+    before = [block.calls for block in model]
+    first.backward()
+    assert isinstance(told[0], StateError)
+    assert all(block.calls is calls and calls == 2 for block, calls in zip(model, before, strict=True))

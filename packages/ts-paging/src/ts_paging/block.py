@@ -23,7 +23,8 @@ from ts_core.errors import StateError
 from ts_core.guard import GuardedParameter, guard, guard_of, release
 
 from .activations import park_hook
-from .buffers import HeldBuffer, as_they_were
+from .buffers import HeldBuffer, Residents, as_they_were, version_of
+from .buffers import written_between as _written
 from .files import locate
 from .outside import FromOutside
 from .seats import Seat
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = ["PagedBlock"]
 
+_version = version_of
 _SMALL_BUFFER_BYTES = 1 << 20  # what a block that recomputes copies of each buffer before it runs
 
 _Stamp = tuple[int, ...]
@@ -73,6 +75,8 @@ class _Gate(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         refuse_create_graph(ctx.block)
+        if ctx.block.slot is not None:
+            ctx.block.pager.turns.backward(ctx.block)
         ctx.block.pager.activations.approach(ctx.run)
         return None, *grads
 
@@ -117,11 +121,7 @@ class _Weight:
 
 def written_between(block: PagedBlock) -> StateError:
     """Say what autograd says of an ordinary weight, which it cannot see here."""
-    return StateError(
-        f"paged block {block.name!r}: one of the tensors needed for backward was modified in place since the "
-        "forward pass (an optimizer step, or an edit of a weight or an activation); run forward again, or "
-        "call backward before the change"
-    )
+    return _written(block.name)
 
 
 class PagedBlock:
@@ -196,6 +196,7 @@ class PagedBlock:
             for key, buffer in owner._buffers.items()
             if buffer is not None
         ]
+        self._residents = Residents(self.name, self.module, {id(p) for p in self.parameters})
         runs = {"forward": self._forward, "_apply": self._apply}
         if follows is not None:
             follows.left = True
@@ -365,8 +366,10 @@ class PagedBlock:
         Returns:
             What it returns; its gradients go the way of the block's.
         """
-        # In block mode the module's tensors are exchanged too, and recordings have one set of addresses.
-        if self.slot is None and self.pager.block_mode is None:
+        # In block mode the module's tensors are exchanged too, and recordings have one set of addresses; a
+        # second run exchanges buffers.
+        exchanges = self.slot is not None or (self._buffers and self.policy == "recompute")
+        if not exchanges and self.pager.block_mode is None:
             return self._compute(function, args, kwargs)
         with self.pager.turns.forward(self):
             return self._compute(function, args, kwargs)
@@ -441,6 +444,8 @@ class PagedBlock:
         stamp = self._stamp
         given = [(t, _version(t)) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         buffers = self._buffers_now()
+        residents = self._residents
+        seen: list[tuple[Tensor | None, int]] = []
 
         def body(*args: Any, **kwargs: Any) -> Any:
             nonlocal again
@@ -450,7 +455,11 @@ class PagedBlock:
                 with self._bound(leaves):
                     output = function(*args, **kwargs)
                 self._expect_constant(buffers)
+                seen.extend(residents.now())
                 return output
+            residents.expect(seen)
+            if buffers:
+                self.pager.turns.backward(self)
             if any(_version(t) != version for t, version in given):
                 raise written_between(self)
             if self.slot is not None:
@@ -461,7 +470,7 @@ class PagedBlock:
             # A key-value cache has the first run's keys and values already.
             args = tuple(caches.get(id(value), value) for value in args)
             kwargs = {key: caches.get(id(value), value) for key, value in kwargs.items()}
-            with self._bound(leaves), as_they_were(buffers):
+            with self._bound(leaves), as_they_were(buffers, self.name):
                 return function(*args, **kwargs)
 
         return checkpoint(body, *args, use_reentrant=False, **kwargs)
@@ -581,10 +590,6 @@ def _lies_in(tensor: Any, start: int, end: int) -> bool:
     """Whether a packed weight's tensors are views of the slot."""
     packed: dict[str, Tensor] = getattr(tensor, "packed", None) or {}
     return any(start <= part.data_ptr() < end for part in packed.values())
-
-
-def _version(tensor: Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version
 
 
 def _is_cache(value: Any) -> bool:

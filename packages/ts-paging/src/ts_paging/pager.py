@@ -305,7 +305,7 @@ class WeightPager:
             backward: Asked by a backward pass: the block that comes next is another one.
         """
         slot = _slot_of(block)
-        self.turns.backward()
+        self.turns.backward(block)
         if self.governor is not None and self.device.type == "cpu":
             self.governor.breathe()
         with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():

@@ -3,19 +3,22 @@
 A slot holds one block's weights, and a module one set of them. Two threads in one paged model would exchange
 both under each other, and the results would be wrong without a word. So a thread that enters a paged module
 while another one is inside, or in a backward pass through one, gets an error, and so does one whose slot was
-taken meanwhile.
+taken meanwhile, and one that begins a backward pass beside another thread's.
 """
 
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
+from types import FrameType
 from typing import TYPE_CHECKING
 
 import torch
+import torch.autograd.graph as _graph
 
 from ts_core.errors import StateError
 
@@ -33,14 +36,19 @@ class _Backward:
     A pass that fails is not called, but dropped: by a device's thread, perhaps after the caller went on.
     """
 
-    __slots__ = ("__weakref__", "ended", "thread")
+    __slots__ = ("__weakref__", "called", "ended", "thread")
 
     def __init__(self) -> None:
         self.thread = threading.get_ident()
-        self.ended = False
+        self.called = self.ended = False
 
     def __call__(self) -> None:
-        self.ended = True
+        # Asked first, called last: gradients land in callbacks too.
+        if self.called or torch._C._current_graph_task_id() == -1:
+            self.ended = True
+        else:
+            self.called = True
+            torch.autograd.Variable._execution_engine.queue_callback(self)
 
 
 class Turns:
@@ -52,12 +60,37 @@ class Turns:
         self._inside: dict[int, int] = {}
         self._backwards: weakref.WeakValueDictionary[int, _Backward] = weakref.WeakValueDictionary()
 
-    def backward(self) -> None:
-        """Note that the calling thread is in a backward pass, if it is."""
+    def backward(self, block: PagedBlock | None = None) -> None:
+        """Note that the calling thread is in a backward pass, if it is.
+
+        Args:
+            block: The one that it has come to, for the message.
+
+        Raises:
+            StateError: Another thread is in one, and has not ended it within two seconds.
+        """
         task = torch._C._current_graph_task_id()
         if task != -1 and task not in self._backwards:
-            self._backwards[task] = under_way = _Backward()
-            torch.autograd.Variable._execution_engine.queue_callback(under_way)
+            self._begin(task, block)
+
+    def _begin(self, task: int, block: PagedBlock | None) -> None:
+        """Let a backward pass begin when no other thread's is under way."""
+        me, under_way = threading.get_ident(), _Backward()
+        # A GPU's thread of the engine works for all callers: only what one pass has begun is within another.
+        nested = _within_a_pass()
+        until = time.monotonic() + _LINGERS
+        while True:
+            with self._lock:
+                others = [b for b in list(self._backwards.values()) if not b.ended]
+                if not any(b.thread != me or not nested for b in others):
+                    self._backwards[task] = under_way
+                    break
+            # What holds this very thread cannot end while it waits.
+            if any(b.thread == me and not nested for b in others) or time.monotonic() > until:
+                raise _two_threads(block)
+            del others  # one that has failed ends when nobody holds it
+            time.sleep(0.001)
+        torch.autograd.Variable._execution_engine.queue_callback(under_way)
 
     @contextlib.contextmanager
     def forward(self, block: PagedBlock) -> Iterator[None]:
@@ -102,9 +135,18 @@ class Turns:
         return any(not b.ended and b.thread != me for b in list(self._backwards.values()))
 
 
-def _two_threads(block: PagedBlock) -> StateError:
+def _within_a_pass() -> bool:
+    """Whether a call of ``backward()`` is under way on this thread, as far as Python's stack tells."""
+    code = _graph._engine_run_backward.__code__
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not code:
+        frame = frame.f_back
+    return frame is not None
+
+
+def _two_threads(block: PagedBlock | None) -> StateError:
     return StateError(
-        f"paged block {block.name!r}: another thread is computing with paged weights of this model, whose "
-        "slots serve one thread at a time. Let passes take turns (a lock around each forward and backward), "
-        "or evaluate a copy of the model"
+        f"paged block {getattr(block, 'name', '')!r}: another thread is computing with paged weights of this "
+        "model, whose slots serve one thread at a time. Let passes take turns (a lock around each forward "
+        "and backward), or evaluate a copy of the model"
     )

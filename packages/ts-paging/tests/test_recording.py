@@ -308,16 +308,21 @@ class FakeGraph:
 def fake_cuda(monkeypatch):
     stream = type("Stream", (), {"__init__": lambda *_: None, "wait_stream": lambda *_: None})
     numbers = iter(range(1, 99))
-    graph = type("Graph", (FakeGraph,), {"live": {}, "spent": set()})
+    graph = type("Graph", (FakeGraph,), {"live": {}, "spent": set(), "others": [], "cleared": 0})
     for name, value in {
         "Stream": stream,
         "graph_pool_handle": lambda: (0, next(numbers)),
         "current_stream": lambda device: stream(),
         "stream": contextlib.nullcontext,
         "synchronize": lambda device: None,
+        "memory_snapshot": lambda: [
+            {"segment_pool_id": pool} for pool in [(0, 0), *graph.live, *graph.others]
+        ],
         "CUDAGraph": graph,
     }.items():
         monkeypatch.setattr(torch.cuda, name, value)
+    clear = lambda: setattr(graph, "cleared", graph.cleared + 1)  # noqa: E731
+    monkeypatch.setattr(torch._C, "_cuda_clearCublasWorkspaces", clear, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_endAllocateToPool", lambda *_: None, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_releasePool", graph.release, raising=False)
     return graph
@@ -333,6 +338,21 @@ def test_a_pool_whose_graphs_have_gone_is_not_used_again(monkeypatch):
     third, _ = recorder.record(lambda: None)
     assert third is not None
     assert list(graph.live.values()) == [0, 1]
+
+
+@pytest.mark.parametrize("others", [[], [(7, 0)]])
+def test_workspaces_of_recordings_that_have_gone_go_unless_others_have_graphs(monkeypatch, others):
+    graph = fake_cuda(monkeypatch)
+    graph.others[:] = others
+    recorder = CudaRecorder(torch.device("cpu", 0))
+    first, _ = recorder.record(lambda: None)
+    second, _ = recorder.record(lambda: None)
+    del first
+    third, _ = recorder.record(lambda: None)
+    assert graph.cleared == 0
+    del second, third
+    recorder.record(lambda: None)
+    assert graph.cleared == (0 if others else 1)
 
 
 def test_a_recording_that_fails_leaves_pool_and_generators_as_they_were(monkeypatch):

@@ -96,11 +96,22 @@ class CudaRecorder:
         self._stream = make_stream(device)  # to run once what is recorded
         self._alive: weakref.WeakSet[_CudaRecording] = weakref.WeakSet()
         self._broken = 0
+        self._pools: set[Any] = set()  # all that there have been
         self._renew()
 
     def _renew(self) -> None:
+        if self._pools and not self._pools_of_others():
+            # Those of the streams before: nothing that is recorded uses one any more.
+            torch._C._cuda_clearCublasWorkspaces()
         self._recording_stream = self._make_stream(self._device)
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._pools.add(tuple(self._pool))
+        self._used = False
+
+    def _pools_of_others(self) -> bool:
+        """Whether there is memory of graphs that are not ours, or that still are."""
+        found = {tuple(s.get("segment_pool_id", (0, 0))) for s in _segments()}
+        return bool(found - self._pools - {(0, 0)}) or bool(len(self._alive))
 
     def warm_up(self, run: Callable[[], _Result]) -> _Result:
         """Run work on another stream than the current one, as it will be recorded."""
@@ -124,10 +135,11 @@ class CudaRecorder:
         if self._broken >= _MOST_BROKEN:
             raise CannotRecord("recordings have failed, and no more are tried")
         torch.cuda.synchronize(self._device)
-        if all(each.pool != tuple(self._pool) for each in self._alive):
+        if self._used and all(each.pool != tuple(self._pool) for each in self._alive):
             self._renew()  # the allocator takes no pool again once its last graph has gone
         collects = gc.isenabled()
         gc.disable()  # what is collected meanwhile may call what the recording thread may not
+        self._used = True
         graph = torch.cuda.CUDAGraph()
         try:
             with self._aside(self._recording_stream):
@@ -180,9 +192,13 @@ class CudaRecorder:
         pools = {each.pool for each in self._alive}
         if not pools:
             return 0
-        look: Any = torch.cuda.memory_snapshot
-        segments: list[dict[str, Any]] = look()
-        return sum(s["total_size"] for s in segments if tuple(s.get("segment_pool_id", ())) in pools)
+        return sum(s["total_size"] for s in _segments() if tuple(s.get("segment_pool_id", ())) in pools)
+
+
+def _segments() -> list[dict[str, Any]]:
+    look: Any = torch.cuda.memory_snapshot
+    found: list[dict[str, Any]] = look()
+    return found
 
 
 def recorder_for(device: torch.device) -> Recorder:

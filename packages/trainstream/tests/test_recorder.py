@@ -218,6 +218,16 @@ def test_a_step_that_nothing_explains_waits_for_launches_on_a_gpu():
     assert "doctor" in advice("h2d", measured=False)[-1]
 
 
+def test_a_processor_that_hardly_multiplies_is_not_said_to_be_short_of_products():
+    for share in (None, 0.5, 1.0):
+        assert "matrix products take the time" in advice("cpu", share=share)[0]
+    few = advice("cpu", share=0.49)
+    assert "less than half" in few[0]
+    assert "trace" in few[1]
+    assert not any("take the time" in line for line in few)
+    assert advice("h2d", share=0.1) == advice("h2d")
+
+
 def test_rates_are_assumed_where_no_profile_is_kept(tmp_path, monkeypatch):
     monkeypatch.setenv("TRAINSTREAM_CACHE_DIR", str(tmp_path))
     assert not rates_for("cpu", "float32").measured

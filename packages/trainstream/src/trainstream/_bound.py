@@ -146,7 +146,8 @@ def judge(busy_s: dict[str, float], step_s: float) -> Verdict:
 
     Returns:
         The verdict. If nothing is busy for half of the step, its limiter is "launch" where computation on a
-        GPU is counted, else "unknown".
+        GPU is counted, "cpu" where computation on the processor is, which runs all the rest too, else
+        "unknown".
 
     Example:
         >>> judge({"h2d": 0.9, "dram": 0.1}, 1.0)
@@ -205,17 +206,28 @@ _ADVICE = {
 }
 
 
-def advice(limiter: str, *, measured: bool = True) -> list[str]:
+#: On a processor that is not at matrix products for half of the time.
+_OVERHEAD = [
+    "Matrix products take less than half of a step, Python and small operations most of it: more tokens in a "
+    "step (a larger micro-batch or longer rows) share them.",
+    _ADVICE["unknown"][0].removeprefix("Nothing that is counted explains the time. "),
+]
+
+
+def advice(limiter: str, *, measured: bool = True, share: float | None = None) -> list[str]:
     """Say what would make steps faster, most useful first.
 
     Args:
         limiter: A key of `LIMITERS`.
         measured: Whether the machine's rates were measured.
+        share: Of the bound, if known: a processor whose products take little of a step is not short of them.
 
     Returns:
         Sentences.
     """
     lines = list(_ADVICE.get(limiter, _ADVICE["unknown"]))
+    if limiter == "cpu" and share is not None and share < _HALF:
+        lines = list(_OVERHEAD)
     if not measured:
         lines.append("The machine's rates are assumed: `trainstream doctor` measures them once, in seconds.")
     return lines

@@ -308,13 +308,14 @@ def _verdict(run: Run, steps: list[dict[str, Any]]) -> dict[str, Any]:
     limiters = collections.Counter(str(step.get("limiter")) for step in steps)
     limiter = limiters.most_common(1)[0][0] if limiters else "unknown"
     measured = bool((run.start.get("rates") or {}).get("measured"))
+    share = _median([step.get("share_of_bound") for step in steps])
     return {
         "limiter": limiter,
         "limiter_text": LIMITERS.get(limiter, limiter),
-        "share_of_bound": _median([step.get("share_of_bound") for step in steps]),
+        "share_of_bound": share,
         "rates_measured": measured,
         "busy_s": _medians(steps, "busy_s"),
-        "would_help": advice(limiter, measured=measured),
+        "would_help": advice(limiter, measured=measured, share=share),
     }
 
 

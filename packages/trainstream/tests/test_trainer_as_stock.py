@@ -9,7 +9,7 @@ from test_trainer import Gradients, arguments, build, random_rows
 from transformers import Trainer
 
 from trainstream.integrations.huggingface import TrainStreamTrainer
-from ts_core.errors import OptionError
+from ts_core.errors import OptionError, StateError
 from ts_optim import OffloadAdamW
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -155,3 +155,31 @@ def test_a_best_checkpoint_that_was_saved_before_its_evaluation_is_named(tmp_pat
     for step, best in ((2, None), (3, str(tmp_path / "checkpoint-2")), (4, str(tmp_path / "checkpoint-2"))):
         saved = json.loads((tmp_path / f"checkpoint-{step}" / "trainer_state.json").read_text())
         assert saved["best_model_checkpoint"] == best
+
+
+def test_a_full_evaluation_in_another_dtype_is_refused_where_weights_are_paged(tmp_path):
+    trainer = TrainStreamTrainer(
+        model=build(), args=arguments(tmp_path, bf16_full_eval=True), train_dataset=random_rows(2),
+        eval_dataset=random_rows(2), trainstream={"param_offload": True},
+    )  # fmt: skip
+    trainer.train()
+    before = {name: p.detach().clone() for name, p in trainer.model.named_parameters()}
+    with pytest.raises(StateError, match="dtype while the model is wrapped"):
+        trainer.evaluate()
+    for name, parameter in trainer.model.named_parameters():
+        assert parameter.dtype == torch.float32
+        assert torch.equal(parameter, before[name])
+
+
+def test_training_again_from_model_init_starts_anew(tmp_path):
+    losses = {}
+    for cls in (Trainer, TrainStreamTrainer):
+        trainer = cls(
+            model_init=lambda: build(3), args=arguments(tmp_path, max_steps=3), train_dataset=random_rows(3)
+        )
+        for run in range(2):
+            trainer.train()
+            losses[cls, run] = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[Trainer, 0] == losses[Trainer, 1]
+    for again in range(2):
+        assert losses[TrainStreamTrainer, again] == pytest.approx(losses[Trainer, again], rel=1e-5)

@@ -6,7 +6,7 @@ from packed import RowInt8
 
 from ts_core.errors import ArgumentError, ArgumentTypeError
 from ts_core.testing import assert_bit_equal, assert_near, devices, make_tensor
-from ts_fused import LoraAdapter, LoraProjection, lora_linear, lora_linears, reference
+from ts_fused import LoraAdapter, LoraProjection, lora, lora_linear, lora_linears, reference
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -349,6 +349,40 @@ def test_gradients_own_their_memory():
     grads = [t.grad for t in leaves(x, projections)]
     assert len({g.untyped_storage().data_ptr() for g in grads}) == len(grads)
     assert all(g.is_contiguous() for g in grads)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("adapter_dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_several_factors_by_one_product_or_by_one_each(device, adapter_dtype, monkeypatch):
+    options = {"dtype": torch.bfloat16, "adapter_dtype": adapter_dtype, "device": device}
+    projections = [make(24, 16, [3, 2], **options), make(8, 16, [5], seed=40, **options)]
+    x = tensor(4, 16, dtype=torch.bfloat16, device=device).requires_grad_()
+    inputs = leaves(x, projections)
+    grads = [tensor(4, n, dtype=torch.bfloat16, device=device, seed=n) for n in (24, 8)]
+    want = truth(x, projections, grads)[1]
+    for limit in (0, 1 << 30):
+        monkeypatch.setattr(lora, "_READ_ONCE", limit)
+        outs = lora_linears(x, projections)
+        got = torch.autograd.grad(outs, inputs, grads)
+        assert [g.dtype for g in got] == [t.dtype for t in inputs]
+        assert len({g.untyped_storage().data_ptr() for g in got}) == len(got)
+        for g, w in zip(got, want, strict=True):
+            check(g, w, 60, torch.bfloat16)
+
+
+def test_what_lies_in_memory_does_not_reach_a_result():
+    """Products that overwrite take the shape of a tensor, and none of its values."""
+    projection = make(24, 16, [3])
+    x = tensor(4, 16).requires_grad_()
+    with torch.no_grad():
+        projection.adapters[0].a[1] = float("inf")
+        projection.adapters[0].b[5] = float("nan")
+    out = lora_linear(x, projection.weight, projection.adapters)
+    grad = torch.ones_like(out)
+    grad[:, 5] = 0.0
+    of_b = torch.autograd.grad(out, projection.adapters[0].b, grad)[0]
+    low = x.detach() @ projection.adapters[0].a.detach().t()
+    torch.testing.assert_close(of_b[:5], 0.5 * low.sum(0).expand(5, -1), equal_nan=True)
 
 
 # PyTorch's own tracer instantiates the autograd function.

@@ -19,17 +19,34 @@ def looks_like_lora(module: Any) -> bool:
     return there and type(module.base_layer).forward is nn.Linear.forward
 
 
+_LINEAR = nn.Linear.forward
+
+
 def _own_parameters(module: Any) -> bool:
     """Whether weight and bias are parameters, and not computed from others by a parametrization."""
-    return "weight" in module._parameters and "bias" in module._parameters
+    own = module._parameters
+    return "weight" in own and "bias" in own
+
+
+def _watched(module: Any) -> bool:
+    """Tell what `hooked` does, in less time: this runs for every part of a layer at every call."""
+    own = module.__dict__
+    return bool(
+        own["_forward_hooks"]
+        or own["_forward_pre_hooks"]
+        or own["_backward_hooks"]
+        or own["_backward_pre_hooks"]
+        or ("forward" in own and hooked(module))
+    )
 
 
 def _plain_factor(module: Any) -> bool:
+    own = module._parameters
     return (
-        type(module).forward is nn.Linear.forward
-        and _own_parameters(module)
-        and module._parameters["bias"] is None
-        and not hooked(module)
+        type(module).forward is _LINEAR
+        and own.get("bias", False) is None
+        and "weight" in own
+        and not _watched(module)
     )
 
 
@@ -43,27 +60,27 @@ def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
     # Children from their dictionary: this runs at every call, and an attribute of a module costs a search.
     parts = layer._modules
     base = parts["base_layer"]
-    if layer.disable_adapters or layer.merged or hooked(base) or not _own_parameters(base):
+    if layer.disable_adapters or layer.merged or _watched(base) or not _own_parameters(base):
         return None
     variants = layer.__dict__.get("lora_variant") or parts.get("lora_variant") or ()
     factors_a, factors_b, dropouts = (parts[key]._modules for key in ("lora_A", "lora_B", "lora_dropout"))
     adapters = []
+    place = x.device
     for name in layer.active_adapters:
         if name not in factors_a:
             continue
         a, b, dropout = factors_a[name], factors_b[name], dropouts[name]
         drops = type(dropout) is not nn.Identity and layer.training and getattr(dropout, "p", 1.0) != 0.0
-        drops = drops or hooked(dropout)
-        if name in variants or drops or not _plain_factor(a) or not _plain_factor(b):
+        if name in variants or drops or _watched(dropout) or not _plain_factor(a) or not _plain_factor(b):
             return None
         a, b = a._parameters["weight"], b._parameters["weight"]
-        if not (a.is_floating_point() and a.device == b.device == x.device):
+        if not (a.is_floating_point() and a.device == place and b.device == place):
             return None
         adapters.append(LoraAdapter(a, b, float(layer.scaling[name])))
     weight, bias = base._parameters["weight"], base._parameters["bias"]
     fits = weight.dtype == x.dtype and (bias is None or bias.dtype == x.dtype)
     fits = fits or torch.is_autocast_enabled(x.device.type)
-    if not fits or weight.requires_grad or weight.dim() != 2 or weight.device != x.device or x.dim() == 0:
+    if not fits or weight.requires_grad or weight.dim() != 2 or weight.device != place or x.dim() == 0:
         return None
     return LoraProjection(weight, adapters, bias)
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ._compare import Verdict, differences, random_tensor, run_with_gradients, twin_of
 from ._ops import FLOATS
-from .rms_norm import rms_norm
+from .rms_norm import norm_of, rms_norm
 
 __all__ = ["NormForm", "check_norm", "looks_like_norm"]
 
@@ -69,8 +69,9 @@ def _norm_forward(form: NormForm) -> Callable[..., Any]:
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
-        if isinstance(x, Tensor) and (x.dtype, module.weight.dtype) in pairs:
-            return rms_norm(x, module.weight, getattr(module, name), offset=offset)
+        weight = module.weight
+        if isinstance(x, Tensor) and (x.dtype, weight.dtype) in pairs:
+            return norm_of(x, weight, getattr(module, name), offset)
         return type(module).forward(module, *args, **kwargs)
 
     return forward

@@ -53,50 +53,35 @@ class _Form(NamedTuple):
     scalings: tuple[float, ...]
 
 
-class _Pieces(NamedTuple):
-    weight: Tensor
-    bias: Tensor | None
-    factors: list[tuple[Tensor, Tensor]]
-    bias_at: int  # places among the arguments
-    factors_at: int
-
-
 def _packed(weight: Tensor) -> bool:
     # Types first: torch.compile cannot ask a plain tensor about a Protocol.
     return type(weight) not in (Tensor, torch.nn.Parameter) and isinstance(weight, PackedWeight)
 
 
-def _flatten(projection: LoraProjection) -> tuple[_Form, list[Tensor]]:
-    weight = projection.weight
-    packing, parts = None, [weight]
+def _flatten(projection: LoraProjection, tensors: list[Tensor]) -> _Form:
+    """Append the tensors of a projection: weight or its packed parts, bias, then A and B of each adapter."""
+    weight, adapters, bias = projection
+    packing, parts = None, 1
     # A packed weight goes in as its packed tensors: they are what is saved for backward.
     if _packed(weight):
         names, context = cast(PackedWeight, weight).__tensor_flatten__()
-        packing = (type(weight), tuple(names), context, weight.shape, weight.stride())
-        parts = [getattr(weight, name) for name in names]
-    form = _Form(
-        packing, len(parts), projection.bias is not None, tuple(a.scaling for a in projection.adapters)
-    )
-    tensors = parts + ([] if projection.bias is None else [projection.bias])
-    for adapter in projection.adapters:
-        tensors += [adapter.a, adapter.b]
-    return form, tensors
+        packing, parts = (type(weight), tuple(names), context, weight.shape, weight.stride()), len(names)
+        tensors += [getattr(weight, name) for name in names]
+    else:
+        tensors.append(weight)
+    if bias is not None:
+        tensors.append(bias)
+    for a, b, _ in adapters:
+        tensors += (a, b)
+    return _Form(packing, parts, bias is not None, tuple([adapter[2] for adapter in adapters]))
 
 
-def _take_apart(forms: tuple[_Form, ...], tensors: Sequence[Tensor]) -> list[_Pieces]:
-    found, at = [], 0
-    for form in forms:
-        parts = tensors[at : at + form.parts]
-        weight = parts[0]
-        if form.packing is not None:
-            kind, names, context, size, stride = form.packing
-            weight = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, size, stride)
-        bias_at = at + form.parts
-        factors_at = bias_at + form.bias
-        at = factors_at + 2 * len(form.scalings)
-        factors = [(tensors[i], tensors[i + 1]) for i in range(factors_at, at, 2)]
-        found.append(_Pieces(weight, tensors[bias_at] if form.bias else None, factors, bias_at, factors_at))
-    return found
+def _whole(form: _Form, parts: Sequence[Tensor]) -> Tensor:
+    if form.packing is None:
+        return parts[0]
+    kind, names, context, size, stride = form.packing
+    made: Tensor = kind.__tensor_unflatten__(dict(zip(names, parts, strict=True)), context, size, stride)
+    return made
 
 
 def _plain(weight: Tensor, dtype: torch.dtype) -> Tensor:
@@ -114,130 +99,189 @@ def _packed_gradient(weight: Tensor, grad: Tensor, dtype: torch.dtype) -> Tensor
     return found
 
 
-def _stacked(pieces: list[_Pieces], dtype: torch.dtype) -> Tensor | None:
-    """All A under one another: the input is read once for all of them."""
-    every = [a.to(dtype) for piece in pieces for a, _ in piece.factors]
-    return None if not every else every[0] if len(every) == 1 else torch.cat(every)
-
-
-def _scaled_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Compute `scale * a @ b`, the scale applied before the rounding."""
-    return a.new_empty(a.shape[0], b.shape[1]).addmm_(a, b, beta=0, alpha=scale)
+def _factors(
+    downs: Sequence[Tensor], ups: Sequence[Tensor], dtype: torch.dtype
+) -> tuple[Tensor, Sequence[Tensor]]:
+    """All A under one another, so that the input is read once for all of them, and every B; in a dtype."""
+    if all([t.dtype is dtype for t in downs]) and all([t.dtype is dtype for t in ups]):
+        return downs[0] if len(downs) == 1 else torch.cat([*downs]), ups
+    ranks = [a.shape[0] for a in downs]
+    stacked = downs[0].new_empty((sum(ranks), downs[0].shape[1]), dtype=dtype)
+    made = [torch.empty_like(b, dtype=dtype) for b in ups]
+    # One launch for all: there are many of these small matrices.
+    torch._foreach_copy_([*torch.split(stacked, ranks), *made], [*downs, *ups])
+    return stacked, made
 
 
 class _LoraLinears(torch.autograd.Function):
-    """Every argument after the forms is a tensor: weight parts, bias, then A and B of each adapter."""
+    """Every argument after the forms is a tensor: weight parts, bias, then A and B of each adapter.
+
+    Saved are the input (where there are adapters), its product with all A, and the tensors but the biases.
+    """
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forms: tuple[_Form, ...], *tensors: Tensor) -> tuple[Tensor, ...]:
-        pieces = _take_apart(forms, tensors)
-        rows = x.reshape(-1, x.shape[-1])
-        stacked = _stacked(pieces, x.dtype)
-        low = None if stacked is None else rows @ stacked.t()
+        dtype, shape = x.dtype, x.shape
+        rows = x.reshape(-1, shape[-1])
+        bases: list[tuple[Tensor, Tensor | None]] = []
+        downs: list[Tensor] = []
+        ups: list[Tensor] = []
+        kept: list[Tensor] = []
+        at = 0
+        for form in forms:
+            parts = tensors[at : at + form.parts]
+            at += form.parts + form.bias
+            bases.append((_whole(form, parts), tensors[at - 1] if form.bias else None))
+            kept += parts
+            end = at + 2 * len(form.scalings)
+            downs += tensors[at:end:2]
+            ups += tensors[at + 1 : end : 2]
+            at = end
+        low = None
+        lows: Sequence[Tensor] = ()
+        factors: Sequence[Tensor] = ()
+        if downs:
+            stacked, factors = _factors(downs, ups, dtype)
+            low = torch.nn.functional.linear(rows, stacked)
+            lows = torch.split(low, [a.shape[0] for a in downs], 1) if len(downs) > 1 else (low,)
         outs, at = [], 0
-        for piece, form in zip(pieces, forms, strict=True):
+        for form, (weight, bias) in zip(forms, bases, strict=True):
             # A packed weight multiplies by itself in the dtype that it presents; autocast may want another.
-            weight = piece.weight if piece.weight.dtype == x.dtype else _plain(piece.weight, x.dtype)
-            bias = None if piece.bias is None else piece.bias.to(x.dtype)
+            if weight.dtype is not dtype:
+                weight = _plain(weight, dtype)
+            if bias is not None and bias.dtype is not dtype:
+                bias = bias.to(dtype)
             out = torch.nn.functional.linear(rows, weight, bias)
-            for (a, b), scaling in zip(piece.factors, form.scalings, strict=True):
-                assert low is not None
-                out.addmm_(low[:, at : at + a.shape[0]], b.to(x.dtype).t(), alpha=scaling)
-                at += a.shape[0]
-            outs.append(out.view(*x.shape[:-1], out.shape[-1]))
-        ctx.save_for_backward(x, low, *tensors)
-        ctx.forms = forms
+            for scaling in form.scalings:
+                out.addmm_(lows[at], factors[at].t(), alpha=scaling)
+                at += 1
+            outs.append(out.view(*shape[:-1], out.shape[-1]))
+        ctx.save_for_backward(x if downs else None, low, *downs, *ups, *kept)
+        ctx.form = forms, shape, dtype, [t.dtype for t in tensors]
         ctx.set_materialize_grads(False)
         return tuple(outs)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        x, low, *tensors = ctx.saved_tensors
-        kind = x.device.type
+        kind = next((grad.device.type for grad in grads if grad is not None), None)
+        if kind is None:
+            return (None,) * len(ctx.needs_input_grad)
         if torch.is_autocast_enabled(kind):
             with torch.autocast(kind, enabled=False):
-                return _backward(ctx, x, low, tensors, grads)
-        return _backward(ctx, x, low, tensors, grads)
+                return _backward(ctx, grads)
+        return _backward(ctx, grads)
 
 
-def _backward(
-    ctx: Any, x: Tensor, low: Tensor | None, tensors: list[Tensor], grads: tuple[Tensor | None, ...]
-) -> tuple[Tensor | None, ...]:
-    pieces = _take_apart(ctx.forms, tensors)
-    rows = x.reshape(-1, x.shape[-1])
-    needs = ctx.needs_input_grad
-    results: list[Tensor | None] = [None] * len(tensors)
+def _backward(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None, ...]:
+    forms, shape, dtype, dtypes = ctx.form
+    x, low, *others = ctx.saved_tensors
+    count = sum([len(form.scalings) for form in forms])
+    downs, ups, parts = others[:count], others[count : 2 * count], others[2 * count :]
+    needs_x, _, *needs = ctx.needs_input_grad
+    results: list[Tensor | None] = [None] * len(needs)
     flat = [None if g is None else g.reshape(-1, g.shape[-1]) for g in grads]
-    stacked = _stacked(pieces, x.dtype)
-    back = None if low is None else torch.empty_like(low)
-    at = 0
-    for piece, form, grad in zip(pieces, ctx.forms, flat, strict=True):
-        if piece.bias is not None and needs[2 + piece.bias_at] and grad is not None:
-            results[piece.bias_at] = grad.sum(0).to(piece.bias.dtype)
-        for i, ((a, b), scaling) in enumerate(zip(piece.factors, form.scalings, strict=True)):
-            assert low is not None
-            assert back is not None
-            here = slice(at, at + a.shape[0])
-            at += a.shape[0]
+    ranks = [a.shape[0] for a in downs]
+    stacked, factors = _factors(downs, ups, dtype) if count else (None, ())
+    back: Any = None
+    lows: Sequence[Any] = (low,)
+    backs: Sequence[Tensor] = ()
+    if count > 1:
+        back = torch.empty_like(low)
+        lows, backs = torch.split(low, ranks, 1), torch.split(back, ranks, 1)
+    places, used, at, n = [], [], 0, 0
+    for form, grad in zip(forms, flat, strict=True):
+        at += form.parts
+        if form.bias:
+            if grad is not None and needs[at]:
+                results[at] = grad.sum(0)
+            at += 1
+        for scaling in form.scalings:
+            places.append(at)
+            used.append(grad is not None and needs[at])
+            # Scaled before the rounding. With beta 0 the first tensor of `addmm` gives its shape alone.
             if grad is None:
-                back[:, here].zero_()
-                continue
-            back[:, here].addmm_(grad, b.to(x.dtype), beta=0, alpha=scaling)
-            place = piece.factors_at + 2 * i + 1
-            if needs[2 + place]:
-                results[place] = _scaled_product(grad.t(), low[:, here], scaling).to(b.dtype)
-    if back is not None:
-        _gradients_of_a(pieces, back, rows, needs, flat, results)
-    grad_x = _gradient_of_x(pieces, flat, stacked, back, x) if needs[0] else None
-    return (grad_x, None, *results)
+                backs[n].zero_()
+            else:
+                if backs:
+                    backs[n].addmm_(grad, factors[n], beta=0, alpha=scaling)
+                else:
+                    back = torch.addmm(low, grad, factors[n], beta=0, alpha=scaling)
+                if needs[at + 1]:
+                    results[at + 1] = torch.addmm(factors[n], grad.t(), lows[n], beta=0, alpha=scaling)
+            at, n = at + 2, n + 1
+    if back is not None and any(used):
+        copied = all([dtypes[place] is not dtype for place in places])
+        found = _gradients_of_a(back, x.reshape(-1, shape[-1]), ranks, used, copied)
+        for place, of_a in zip(places, found, strict=True):
+            results[place] = of_a
+    grad_x = None
+    if needs_x:
+        grad_x = _gradient_of_x(forms, parts, flat, dtype)
+        if stacked is not None:
+            grad_x.addmm_(back, stacked)
+        grad_x = grad_x.view(shape)
+    return (grad_x, None, *_in_dtypes(results, dtypes))
+
+
+def _in_dtypes(grads: list[Tensor | None], dtypes: list[torch.dtype]) -> list[Tensor | None]:
+    """Give every gradient the dtype of its tensor, and memory of its own, in one launch."""
+    late = [i for i, grad in enumerate(grads) if grad is not None and grad.dtype is not dtypes[i]]
+    if late:
+        given = [cast(Tensor, grads[i]) for i in late]
+        made = [torch.empty_like(grad, dtype=dtypes[i]) for i, grad in zip(late, given, strict=True)]
+        torch._foreach_copy_(made, given)
+        for i, grad in zip(late, made, strict=True):
+            grads[i] = grad
+    return grads
+
+
+# Bytes of the input from which reading it once and copying the gradients of several A apart costs less than
+# reading it for each of them: what stays in a GPU's cache is as good as free.
+_READ_ONCE = 32 << 20
 
 
 def _gradients_of_a(
-    pieces: list[_Pieces],
-    back: Tensor,
-    rows: Tensor,
-    needs: tuple[bool, ...],
-    flat: list[Tensor | None],
-    results: list[Tensor | None],
-) -> None:
-    """One product with the input for all A; those of an output that nobody used get none, not zeros."""
-    places = [piece.factors_at + 2 * i for piece in pieces for i in range(len(piece.factors))]
-    used = [grad is not None for piece, grad in zip(pieces, flat, strict=True) for _ in piece.factors]
-    wanted = [use and needs[2 + place] for use, place in zip(used, places, strict=True)]
-    if not any(wanted):
-        return
-    ranks = [a.shape[0] for piece in pieces for a, _ in piece.factors]
-    dtypes = [a.dtype for piece in pieces for a, _ in piece.factors]
-    together = back.t() @ rows
-    # Each gets memory of its own: a view would keep all of them alive, and share a version counter.
-    if len(ranks) == 1:
-        results[places[0]] = together.to(dtypes[0])
-        return
-    for place, want, part, dtype in zip(places, wanted, torch.split(together, ranks), dtypes, strict=True):
-        if want:
-            results[place] = part.to(dtype) if dtype != part.dtype else part.clone()
+    back: Tensor, rows: Tensor, ranks: list[int], wanted: list[bool], copied: bool
+) -> list[Tensor | None]:
+    """The gradients of all A; those of an output that nobody used get none, not zeros.
+
+    Each gets memory of its own, here or where it is `copied` anyway: a view would keep all of them alive, and
+    share a version counter.
+    """
+    small = rows.numel() * rows.element_size() < _READ_ONCE
+    if len(ranks) == 1 or (small and not copied):
+        parts = (back,) if len(ranks) == 1 else torch.split(back, ranks, 1)
+        return [part.t() @ rows if want else None for want, part in zip(wanted, parts, strict=True)]
+    pieces = torch.split(back.t() @ rows, ranks)
+    return [
+        None if not want else part if copied else part.clone()
+        for want, part in zip(wanted, pieces, strict=True)
+    ]
 
 
 def _gradient_of_x(
-    pieces: list[_Pieces], flat: list[Tensor | None], stacked: Tensor | None, back: Tensor | None, x: Tensor
+    forms: tuple[_Form, ...], parts: Sequence[Tensor], flat: list[Tensor | None], dtype: torch.dtype
 ) -> Tensor:
+    """Add up what the bases send back; one of the gradients is there."""
     total: Tensor | None = None
-    for piece, grad in zip(pieces, flat, strict=True):
+    at = 0
+    for form, grad in zip(forms, flat, strict=True):
+        here = parts[at : at + form.parts]
+        at += form.parts
         if grad is None:
             continue
-        packed = _packed_gradient(piece.weight, grad, x.dtype)
+        weight = _whole(form, here)
+        packed = None if form.packing is None else _packed_gradient(weight, grad, dtype)
         if packed is not None:
             total = packed if total is None else total.add_(packed)
             continue
-        weight = _plain(piece.weight, x.dtype)
+        if form.packing is not None or weight.dtype is not dtype:
+            weight = _plain(weight, dtype)
         total = grad @ weight if total is None else total.addmm_(grad, weight)
         del weight
-    if total is None:
-        return torch.zeros_like(x)
-    if stacked is not None and back is not None:
-        total.addmm_(back, stacked)
-    return total.view(x.shape)
+    assert total is not None
+    return total
 
 
 def _check_adapter(adapter: LoraAdapter, out_features: int, in_features: int, x: Tensor) -> None:
@@ -350,9 +394,8 @@ def _autocast_dtype(x: Tensor) -> torch.dtype | None:
 def run_projections(x: Tensor, projections: Sequence[LoraProjection]) -> tuple[Tensor, ...]:
     """Do what `lora_linears` does, without looking at the arguments."""
     autocast = _autocast_dtype(x)
-    flat = [_flatten(projection) for projection in projections]
-    forms = tuple([form for form, _ in flat])
-    tensors = [tensor for _, some in flat for tensor in some]
+    tensors: list[Tensor] = []
+    forms = tuple([_flatten(projection, tensors) for projection in projections])
     outs: tuple[Tensor, ...]
     if autocast is not None:
         with torch.autocast(x.device.type, enabled=False):

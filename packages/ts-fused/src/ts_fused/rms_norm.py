@@ -118,6 +118,11 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
     _expect_tensors("rms_norm", x=x, weight=weight)
     eps = number("eps", eps, minimum=0.0)
     offset = number("offset", offset)
+    return norm_of(x, weight, eps, offset)
+
+
+def norm_of(x: Tensor, weight: Tensor, eps: float, offset: float) -> Tensor:
+    """Do what `rms_norm` does, without looking at the numbers."""
     result: Tensor
     if not _ops.needs_graph(x, weight):
         result = _ops.rms_norm_forward(x, weight, eps, offset)[0]

@@ -14,7 +14,7 @@ from torch import nn
 import trainstream
 from trainstream._options import WrapOptions
 from trainstream._unused import _RULES, REPORTED
-from ts_core.errors import ArgumentTypeError, OptionError, StateError
+from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
 from ts_core.testing import devices
 
 
@@ -273,3 +273,18 @@ def test_int8_moments_in_gpu_mode_are_refused_by_the_options_that_were_given():
 def test_what_is_no_optimizer_is_refused():
     with pytest.raises(ArgumentTypeError, match=r"wrap\(optimizer\)"):
         trainstream.wrap(toy(), 1e-3)
+
+
+def test_a_budget_below_what_is_taken_says_so():
+    model, _ = trainstream.wrap(toy(), param_offload=True)
+    session = model._trainstream_session
+    with pytest.raises(
+        DoesNotFitError, match=r"RAM where the limit is .* below what is taken .* ram of at least"
+    ):
+        session.set_budget(ram=1)
+    with pytest.raises(DoesNotFitError, match="of disk where none may be used"):
+        session.set_budget(disk=0)
+    with pytest.raises(DoesNotFitError, match=r"RAM where the limit is .* below what is taken"):
+        trainstream.wrap(toy(), ram_budget=1)
+    session.set_budget(vram="1GiB")
+    assert "vram=1.00 GiB ignored: the model computes on the CPU" in events(model)

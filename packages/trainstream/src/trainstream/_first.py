@@ -335,7 +335,8 @@ def _why(asked: Question, layout: Layout, kept: list[str], slots: int, tokens: i
         counts = ", ".join(f"{kept.count(name)} {name}" for name in ("keep", "offload", "recompute"))
         lines.append(f"activation_offload, recompute: {counts} as planned; then by measurement")
     if layout.slots and slots != asked.options.prefetch_depth + 1:
-        lines.append(f"prefetch_depth={slots - 1}: {slots} slots, as planned")
+        through = f"{slots} slots" if slots > 1 else "one slot, nothing is brought ahead"
+        lines.append(f"prefetch_depth={slots - 1}: {through}, as planned")
     return lines
 
 

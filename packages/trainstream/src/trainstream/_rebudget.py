@@ -61,6 +61,8 @@ def set_budget(session: Session, vram: Size, ram: Size, disk: Size) -> None:
         cap_device(device, bounds.device_cap)
     _adapt_again(session, places, bounds)
     places.write_down(session)
+    if device.type == "cpu" and options.vram_budget is not None and "vram_budget" in changed:
+        session.events.add(f"vram={format_bytes(options.vram_budget)} ignored: the model computes on the CPU")
     session.events.add(
         f"budgets: {format_bytes(bounds.room)} of {'RAM' if device.type == 'cpu' else 'the device'} can be "
         f"used, {format_bytes(before.room)} before: the next steps are measured; then groups return and "

@@ -369,6 +369,12 @@ def _nearer(best: Layout | None, layout: Layout, budgets: Budgets) -> Layout:
     return best
 
 
+def _left(limit: int) -> str:
+    if limit < 0:
+        return f"where the limit is {format_bytes(-limit)} below what is taken or kept free already"
+    return f"where {format_bytes(limit)} may be used" if limit else "where none may be used"
+
+
 def _refusal(layout: Layout, budgets: Budgets, reserve: int) -> str:
     parts = []
     names = ("RAM", "", "disk") if budgets.host is None else ("the device", "RAM", "disk")
@@ -376,6 +382,6 @@ def _refusal(layout: Layout, budgets: Budgets, reserve: int) -> str:
     limits = (budgets.device, budgets.host or 0, budgets.disk)
     for name, need, limit, over in zip(names, needs, limits, _excess(layout, budgets), strict=True):
         if over:
-            parts.append(f"{format_bytes(need)} of {name} where {format_bytes(max(limit, 0))} may be used")
+            parts.append(f"{format_bytes(need)} of {name} {_left(limit)}")
     held = f", {format_bytes(reserve)} of them for activations and temporaries" if reserve else ""
     return f"the least that it takes is {' and '.join(parts)}{held}"

@@ -103,11 +103,9 @@ def llama(lora, hidden, inner):
     ("kind", "paged", "recompute", "hidden", "inner", "tokens"),
     [
         ("full", True, True, 64, 64, 64),
-        ("full", False, False, 128, 64, 16),
         ("lora", True, False, 64, 256, 64),
         ("lora", False, True, 64, 64, 16),
         ("lora-nf4", True, True, 64, 64, 16),
-        ("lora-nf4", False, False, 128, 256, 64),
     ],
 )
 def test_recordings_take_no_more_than_planned(kind, paged, recompute, hidden, inner, tokens, tmp_path):

@@ -217,9 +217,12 @@ def _packings(names: tuple[str, ...]) -> tuple[Packing, ...]:
 
 
 def _job(asked: Asked, spec: ModelSpec, cpu: bool) -> Job:
+    import torch
+
     from trainstream._first import planned_job
     from ts_core.errors import OptionError
     from ts_core.options import choice
+    from ts_paging.recording import captures_by_itself
 
     wanted = choice("quantize", asked.quantize, ("auto", "none", *_codecs()))
     if not asked.lora and wanted not in ("auto", "none"):
@@ -243,7 +246,7 @@ def _job(asked: Asked, spec: ModelSpec, cpu: bool) -> Job:
         # Adapters stay on the device with all of their state.
         moments=(chosen,) if chosen != "auto" else formats[:1] if asked.lora else formats,
         prefer=choice("prefer", asked.prefer, ("exact", "speed")),
-        capture=asked.capture,
+        capture=asked.capture or (not cpu and captures_by_itself(torch.device("cuda"))),
     )
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -37,6 +38,7 @@ _OURS = frozenset(
     {"torch", "ts_core", "ts_paging", "ts_quant", "ts_optim", "ts_fused", "ts_hf", "trainstream"}
 )
 _COPIES = ("aten::_to_copy", "aten::copy_")
+_Leaf: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 _GONE = object()
 _is_not: Callable[[Any, Any], bool] = operator.is_not
 _CONSTANT = (types.FunctionType, types.BuiltinFunctionType, types.MethodType, types.ModuleType, type)
@@ -54,16 +56,15 @@ def leads_elsewhere(outputs: Iterable[Tensor], begin: Any) -> bool:
         outputs: Results of the graph.
         begin: The node that it began with.
     """
-    seen: set[Any] = {begin}
-    todo = [tensor.grad_fn for tensor in outputs]
+    seen: set[Any] = {begin, None}
+    todo: list[Any] = [tensor.grad_fn for tensor in outputs]
     while todo:
-        node: Any = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "variable"):
-            return True
-        todo += [following for following, _ in node.next_functions]
+        node = todo.pop()
+        if node not in seen:
+            seen.add(node)
+            if type(node) is _Leaf:
+                return True
+            todo += [edge[0] for edge in node.next_functions]
     return False
 
 

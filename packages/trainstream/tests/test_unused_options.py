@@ -14,6 +14,7 @@ from torch import nn
 import trainstream
 from trainstream._options import WrapOptions
 from trainstream._unused import _RULES, REPORTED
+from trainstream.integrations._background import background_option
 from ts_core.errors import ArgumentTypeError, DoesNotFitError, OptionError, StateError
 from ts_core.testing import devices
 
@@ -288,3 +289,32 @@ def test_a_budget_below_what_is_taken_says_so():
         trainstream.wrap(toy(), ram_budget=1)
     session.set_budget(vram="1GiB")
     assert "vram=1.00 GiB ignored: the model computes on the CPU" in events(model)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "accepted"),
+    [
+        ("host_arena", "big", "'auto', False, None"),
+        ("peer", "big", "'auto', False, None"),
+        ("ram_budget", "lots", "None"),
+        ("max_inflight_bytes", "lots", "None"),
+    ],
+)
+def test_a_wrong_size_names_what_else_is_accepted(option, value, accepted):
+    with pytest.raises(
+        OptionError, match=rf"option {option}: expected {accepted}, a number of bytes or a size"
+    ):
+        trainstream.wrap(toy(), **{option: value})
+
+
+def test_a_wrong_save_in_background_names_the_switches():
+    assert background_option(False) is None
+    assert background_option(True) is not None
+    with pytest.raises(OptionError, match="save_in_background: expected True, False, or the bytes"):
+        background_option("yes")
+
+
+@pytest.mark.parametrize("value", [None, False, "none", "auto"])
+def test_quantize_model_without_a_codec_says_that_it_packs(value):
+    with pytest.raises(OptionError, match=r"quantize: expected a codec, .*'nf4'.* This call packs"):
+        trainstream.quantize_model(frozen(), value)

@@ -75,15 +75,19 @@ def _off(name: str, value: Any, off: tuple[Any, ...]) -> None:
         options.not_yet(name, value, off)
 
 
-def _bytes(name: str, value: Any) -> int:
-    size = memory.parse_bytes(value, name=name)
-    if size < 0:
-        raise OptionError(f"option {name}: expected a size >= 0, given {value!r}")
-    return size
+def _bytes(name: str, value: Any, also: str = "") -> int:
+    try:
+        return memory.parse_bytes(value, name=name)
+    except OptionError as error:
+        if not also:
+            raise
+        raise OptionError(
+            f'option {name}: expected {also}, a number of bytes or a size such as "20GiB", given {value!r}'
+        ) from error
 
 
 def _budget(name: str, value: Any, source: str = "") -> int:
-    size = _bytes(name + source, value)
+    size = _bytes(name + source, value, "" if source else "None")
     if size == 0 and name != "disk_budget":
         raise OptionError(f"option {name}{source}: expected a size above 0, given {value!r}")
     return size
@@ -222,7 +226,7 @@ class WrapOptions:
         for name in ("host_arena", "peer"):
             value = getattr(self, name)
             if not (value is None or value is False or (isinstance(value, str) and value == "auto")):
-                size = options.integer(name, _bytes(name, value), minimum=1)
+                size = options.integer(name, _bytes(name, value, "'auto', False, None"), minimum=1)
                 setattr(self, name, size)
                 if name == "peer":
                     _off(name, value, ("auto", False, None))
@@ -235,7 +239,7 @@ class WrapOptions:
                 f"option disk_offload: expected an existing directory, given {os.fspath(self.disk_offload)!r}"
             )
         if self.max_inflight_bytes is not None:
-            size = _bytes("max_inflight_bytes", self.max_inflight_bytes)
+            size = _bytes("max_inflight_bytes", self.max_inflight_bytes, "None")
             self.max_inflight_bytes = options.integer("max_inflight_bytes", size, minimum=1)
         for name in ("vram_budget", "ram_budget", "disk_budget"):
             if getattr(self, name) is not None:

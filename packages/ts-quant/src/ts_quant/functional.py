@@ -31,6 +31,11 @@ def find_codec(option: str, value: Any, device: torch.device | str | None = None
         OptionError: No codec of this name.
     """
     known = registry.codecs()
+    if value is None or value is False or (isinstance(value, str) and value in ("none", "auto")):
+        raise OptionError(
+            f"option {option}: expected a codec, {', '.join(map(repr, (*encoding_names(), 'fp8')))}, given "
+            f"{value!r}. This call packs; weights that are to stay as they are need none"
+        )
     # Codecs that only decode are refused with a message of their own, and not offered.
     name = (
         value

@@ -28,7 +28,15 @@ def background_option(value: Any) -> BackgroundCheckpoints | None:
     """Return what `save_in_background` asks for: False, True, or the bound of the copies."""
     if value is False or value is None:
         return None
-    return BackgroundCheckpoints(None if value is True else parse_bytes(value, name="save_in_background"))
+    if value is True:
+        return BackgroundCheckpoints(None)
+    try:
+        return BackgroundCheckpoints(parse_bytes(value))
+    except OptionError as error:
+        raise OptionError(
+            "option save_in_background: expected True, False, or the bytes that copies may take, such as "
+            f'"2GiB", given {value!r}'
+        ) from error
 
 
 class BackgroundCheckpoints:

@@ -9,7 +9,9 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+import ts_paging
 from trainstream._meter import Meter
+from trainstream._report import moved_bytes
 from trainstream._session import Session
 
 __all__ = ["LogMetrics", "takes_numbers_only"]
@@ -29,7 +31,8 @@ class LogMetrics:
 
     Args:
         optimizer: An `OffloadAdamW`, or anything with `stats()`; other optimizers give zeros.
-        session: Of the wrapped model, if there is one; without it the bound is not known.
+        session: Of the wrapped model, if there is one: paged weights, gradients and activations count too.
+            Without it the bound is not known.
 
     Example:
         >>> metrics = LogMetrics(optimizer)  # doctest: +SKIP
@@ -86,12 +89,18 @@ class LogMetrics:
 
     def _counters(self) -> dict[str, float]:
         stats: dict[str, Any] = self.optimizer.stats() if hasattr(self.optimizer, "stats") else {}
+        moved: dict[str, Any] = stats
+        stall_s = float(sum(stats.get(key, 0.0) for key in ("wait_s", "stall_s")))
+        if self._session is not None:
+            moved = moved_bytes(self._session, stats)
+            stall_s += self._session.pager.wait_s if self._session.pager is not None else 0.0
         return {
-            "pinned_bytes": float(stats.get("pinned_bytes", 0)),
+            # The optimizer's own is among what the arena has, where there is one.
+            "pinned_bytes": float(max(stats.get("pinned_bytes", 0), ts_paging.pinned_bytes())),
             "host_state_bytes": float(stats.get("host_state_bytes", 0)),
-            "h2d_bytes": float(stats.get("h2d_bytes", 0)),
-            "d2h_bytes": float(stats.get("d2h_bytes", 0)),
-            "stall_s": float(sum(stats.get(key, 0.0) for key in ("wait_s", "stall_s"))),
+            "h2d_bytes": float(moved.get("h2d_bytes", 0)),
+            "d2h_bytes": float(moved.get("d2h_bytes", 0)),
+            "stall_s": stall_s,
         }
 
 

@@ -305,6 +305,21 @@ def test_empty_parameters_keeps_buffers_and_small_parameters(keep):
     assert not nn.Linear(2, 2).weight.is_meta
 
 
+def test_what_a_checkpoint_fills_is_not_initialized_before(llama_folder, ids, monkeypatch):
+    from transformers import initialization
+
+    init = dict(initialization.TORCH_INIT_FUNCTIONS)
+
+    def refused(tensor, *args, **kwargs):
+        raise AssertionError("initialized")
+
+    for name in init:
+        monkeypatch.setitem(initialization.TORCH_INIT_FUNCTIONS, name, refused)
+    ours = load_model(llama_folder, None, "fp32")
+    monkeypatch.undo()
+    assert_same_model(ours, stock(llama_folder), ids)
+
+
 # -- packing ------------------------------------------------------------------------------------------------
 
 
@@ -450,6 +465,35 @@ def test_peak_memory_is_the_packed_model_and_one_tensor(codec, tmp_path):
     assert result["checkpoint_bytes"] > 190e6
     largest = 4096 * 1024 * 2
     assert result["peak"] <= 1.1 * (result["bytes_after"] + largest), result
+
+
+@pytest.mark.parametrize("quantize", [None, "nf4"])
+def test_the_system_is_told_of_each_tensor_once_before_it_is_read(llama_folder, monkeypatch, quantize):
+    said, read, late = [], Checkpoint.read, []
+    monkeypatch.setattr(Checkpoint, "expect", lambda self, name: said.append(name))
+
+    def reading(self, name, **where):
+        late.extend([name] if name not in said else [])
+        ahead.append(sum(self.info(key).nbytes for key in said) - sum(done))
+        done.append(self.info(name).nbytes)
+        return read(self, name, **where)
+
+    ahead, done = [], []
+    monkeypatch.setattr(Checkpoint, "read", reading)
+    monkeypatch.setattr(streaming, "_AHEAD_BYTES", 20_000)
+    load_model(llama_folder, quantize)
+    with Checkpoint(llama_folder) as checkpoint:
+        largest = max(checkpoint.info(name).nbytes for name in checkpoint)
+        assert sorted(said) == sorted(checkpoint)
+    assert not late
+    assert max(ahead) <= 20_000 + 2 * largest
+
+
+def test_what_stays_in_the_checkpoints_files_is_not_read_ahead(llama_folder, tmp_path, monkeypatch):
+    said = []
+    monkeypatch.setattr(Checkpoint, "expect", lambda self, name: said.append(name))
+    load_model(llama_folder, dtype="fp32", disk_offload=tmp_path)
+    assert not said
 
 
 # -- random weights -----------------------------------------------------------------------------------------

@@ -318,6 +318,24 @@ def test_out_must_match(tmp_path):
                 reader.read("w", out=bad)
 
 
+def test_a_hint_changes_nothing_and_may_be_refused(tmp_path, monkeypatch):
+    path = tmp_path / "a.safetensors"
+    safetensors.torch.save_file({"w": torch.arange(5.0), "none": torch.zeros(0)}, path)
+    with SafetensorsReader(path) as reader:
+        for name in ("w", "none"):
+            reader.expect(name)
+        with pytest.raises(CheckpointError, match="no tensor 'x'"):
+            reader.expect("x")
+
+        def refused(*args):
+            raise OSError(22, "Invalid argument")
+
+        monkeypatch.setattr(os, "posix_fadvise", refused)
+        reader.expect("w")
+        assert reader.read("w").tolist() == [0, 1, 2, 3, 4]
+    reader.expect("w")  # closed: nothing is left to hint at
+
+
 def test_read_after_close_and_missing_file(tmp_path):
     path = tmp_path / "c.safetensors"
     safetensors.torch.save_file({"w": torch.ones(2)}, path)

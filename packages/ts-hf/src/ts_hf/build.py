@@ -67,6 +67,9 @@ def empty_parameters(keep_numel: int = 0) -> Iterator[None]:
         if param is not None and not param.is_meta and param.numel() > keep_numel:
             empty = nn.Parameter(torch.empty_like(param, device="meta"), requires_grad=param.requires_grad)
             empty.__dict__.update(param.__dict__)
+            if not keep_numel:
+                # It comes from a checkpoint: initializing it takes a millisecond and has no effect.
+                empty._is_hf_initialized = True  # type: ignore[attr-defined]
             module._parameters[name] = empty
 
     nn.Module.register_parameter = register_empty  # type: ignore[method-assign,assignment]

@@ -159,6 +159,17 @@ class Checkpoint:
         """
         return self._reader(name).read(name, out=out)
 
+    def expect(self, name: str) -> None:
+        """Say that a tensor is read soon; see `SafetensorsReader.expect`.
+
+        Args:
+            name: Name of the tensor in the checkpoint.
+
+        Raises:
+            CheckpointError: No such tensor.
+        """
+        self._reader(name).expect(name)
+
     def close(self) -> None:
         """Close all files."""
         for reader in self._readers:

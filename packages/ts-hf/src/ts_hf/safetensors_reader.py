@@ -11,6 +11,7 @@ for, not the file.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import threading
@@ -243,6 +244,20 @@ class SafetensorsReader:
             flat = torch.view_as_real(flat) if flat.is_complex() else flat
             self._fill(flat.reshape(-1).view(torch.uint8).numpy().data, info)
         return out
+
+    def expect(self, name: str) -> None:
+        """Have the system begin to read a tensor into its cache, while this thread does something else.
+
+        Args:
+            name: Name of the tensor; it is read soon.
+
+        Raises:
+            CheckpointError: No such tensor.
+        """
+        info = self.info(name)
+        if info.nbytes and not self._file.closed and hasattr(os, "posix_fadvise"):
+            with contextlib.suppress(OSError):  # a hint, which not every file system takes
+                os.posix_fadvise(self._file.fileno(), info.begin, info.nbytes, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the file; tensors already read stay valid."""

@@ -24,6 +24,7 @@ from torch import nn
 
 from ts_core.blocks import find_blocks
 from ts_core.errors import ArgumentError, CheckpointError
+from ts_core.memory import host_budget
 from ts_quant import QuantizedTensor
 from ts_quant.error_fit import quantize_with_error
 from ts_quant.precision import NEXT_CODEC, Candidate, choose, measure
@@ -48,6 +49,8 @@ __all__ = [
 
 # The reason why the codec leaves a parameter alone that is in no block.
 OUTSIDE = "outside the blocks"
+# What the system reads into its cache while a tensor is packed; less where little RAM is free.
+_AHEAD_BYTES = 256 << 20
 # The conversions that put rows one below the other: experts, and of each expert two matrices.
 _STACKS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
@@ -463,6 +466,26 @@ class _Stream:
                 self.fill(target)
 
 
+class _Ahead:
+    """Has the system read the next tensors of a plan while the one before is packed."""
+
+    def __init__(self, checkpoint: Checkpoint, plan: Plan, packing: Packing) -> None:
+        # What stays where it is on the disk is not read at all, and parts of packed ones have other names.
+        plain = type(checkpoint) is Checkpoint and packing.home is None
+        self._keys = [key for target in plan.targets for _, key in target.sources] if plain else []
+        self._checkpoint = checkpoint
+        self._room = min(_AHEAD_BYTES, host_budget().available_bytes // 8)
+        self._next = self._said = self._read = 0
+
+    def reads(self, target: Target) -> None:
+        """Note that a target is read now."""
+        self._read += sum(self._checkpoint.info(key).nbytes for _, key in target.sources)
+        while self._next < len(self._keys) and self._said < self._read + self._room:
+            self._checkpoint.expect(self._keys[self._next])
+            self._said += self._checkpoint.info(self._keys[self._next]).nbytes
+            self._next += 1
+
+
 def stream_again(
     model: Any, checkpoint: Checkpoint, packing: Packing, names: frozenset[str], dtype: torch.dtype
 ) -> set[str]:
@@ -530,7 +553,9 @@ def stream(
         most = max((math.prod(checkpoint.info(key).shape) for key in passing), default=0)
         packing.scratch = torch.empty(most, dtype=torch.float32, device=device)
     with torch.no_grad():
+        ahead = _Ahead(checkpoint, plan, packing)
         for target in plan.targets:
+            ahead.reads(target)
             state.fill(target)
             if progress is not None:
                 progress(sum(checkpoint.info(key).nbytes for _, key in target.sources))

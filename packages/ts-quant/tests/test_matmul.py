@@ -101,7 +101,12 @@ def test_the_product_of_rows_is_pytorchs_own():
     x, weight = make_tensor((33, 64), dtype=BF16), weight_of("fp8_row", (48, 64))
     product = PRODUCTS["fp8_row"]
     a, b = product.activation(x), product.weight(weight.packed, weight.shape)
-    theirs = torch._scaled_mm(a.codes, b.codes.t(), a.scale, b.scale.t(), out_dtype=BF16)
+    try:
+        theirs = torch._scaled_mm(a.codes, b.codes.t(), a.scale, b.scale.t(), out_dtype=BF16)
+    except RuntimeError as error:
+        if "per-tensor scaling for CPU" not in str(error):
+            raise
+        pytest.skip("up to PyTorch 2.11 its CPU takes one scale a tensor")
     ours = emulate("row", a, b)
     want, magnitudes = exact("fp8_row", x, weight)
     for got in (theirs, ours):

@@ -1,4 +1,4 @@
-"""RMSNorm alone and with the residual addition, beside the expression of transformers and a copy.
+"""RMSNorm alone and with the residual addition, beside the expression of transformers, Liger and a copy.
 
 One JSON line per shape, contender and phase: the best and the median time of a call in microseconds and the
 bytes it has to move over the median; "copy" moves as many bytes by `Tensor.copy_`.
@@ -8,10 +8,11 @@ bytes it has to move over the median; "copy" moves as many bytes by `Tensor.copy
 from __future__ import annotations
 
 import torch
-from timing import Case, main
+from timing import Case, liger, main
 
 from ts_fused import add_rms_norm, reference, rms_norm
 
+FORM = (1e-6, 0.0, "llama", False)  # epsilon, offset, order of rounding, not in place
 GPU_SHAPES = [(4096, 5120), (512, 5120), (8192, 4096)]
 CPU_SHAPES = [(512, 576), (512, 2048), (1024, 4096)]
 
@@ -34,7 +35,8 @@ def cases(device: str, quick: bool) -> list[Case]:
                     inputs=(x, weight),
                     moved_bytes=2 * one,
                     backward_bytes=3 * one,
-                    contenders={"ts_fused": rms_norm, "expression": reference.rms_norm},
+                    contenders={"ts_fused": rms_norm, "expression": reference.rms_norm}
+                    | liger(device, "ops.rms_norm", "LigerRMSNormFunction", *FORM),
                 )
             )
             found.append(
@@ -44,7 +46,8 @@ def cases(device: str, quick: bool) -> list[Case]:
                     inputs=(x, residual, weight),
                     moved_bytes=4 * one,
                     backward_bytes=4 * one,
-                    contenders={"ts_fused": add_rms_norm, "expression": reference.add_rms_norm},
+                    contenders={"ts_fused": add_rms_norm, "expression": reference.add_rms_norm}
+                    | liger(device, "ops.fused_add_rms_norm", "LigerFusedAddRMSNormFunction", *FORM),
                 )
             )
     return found

@@ -1,4 +1,4 @@
-"""The gated activation, forward and backward, beside the expression of transformers and a copy.
+"""The gated activation, forward and backward, beside the expression of transformers, Liger and a copy.
 
 One JSON line per shape, contender and phase: the best and the median time of a call in microseconds and the
 bytes it has to move over the median (forward: two read, one written; backward: three read, two written);
@@ -9,10 +9,11 @@ bytes it has to move over the median (forward: two read, one written; backward: 
 from __future__ import annotations
 
 import torch
-from timing import Case, main
+from timing import Case, liger, main
 
 from ts_fused import gated_mlp, reference
 
+RIVALS = {"silu": ("ops.swiglu", "LigerSiLUMulFunction"), "gelu_tanh": ("ops.geglu", "LigerGELUMulFunction")}
 GPU_SHAPES = [(4096, 5120), (512, 13824), (2048, 13824), (4096, 14336)]
 CPU_SHAPES = [(512, 1536), (512, 8192), (2048, 4096)]
 
@@ -37,7 +38,9 @@ def cases(device: str, quick: bool) -> list[Case]:
                         contenders={
                             "ts_fused": lambda g, u, a=activation: gated_mlp(g, u, a),
                             "expression": lambda g, u, a=activation: reference.gated_mlp(g, u, a),
-                        },
+                        }
+                        # Its backward writes over its inputs, which changes values and no times.
+                        | liger(device, *RIVALS[activation]),
                     )
                 )
     return found

@@ -1,4 +1,4 @@
-"""Rotary embedding of q and k, forward and backward, beside the expression of transformers and a copy.
+"""Rotary embedding of q and k, forward and backward, beside the expression of transformers, Liger and a copy.
 
 One JSON line per shape, contender and phase: the best time of a call in microseconds and the bytes it has to
 move (each of q and k read and written once) over that time; "copy" moves as many bytes by `Tensor.copy_`. The
@@ -8,7 +8,7 @@ contenders take turns for several rounds. `python bench_rotary.py [--device cuda
 from __future__ import annotations
 
 import torch
-from timing import Case, main
+from timing import Case, liger, main
 
 from ts_fused import reference, rotary
 
@@ -39,7 +39,9 @@ def cases(device: str, quick: bool) -> list[Case]:
                     contenders={
                         "ts_fused": lambda q, k, c=cos, s=sin: rotary(q, k, c, s),
                         "expression": lambda q, k, c=cos, s=sin: reference.rotary(q, k, c, s),
-                    },
+                    }
+                    # It turns whole heads.
+                    | (liger(device, "ops.rope", "LigerRopeFunction", cos, sin) if turned == dim else {}),
                 )
             )
     return found

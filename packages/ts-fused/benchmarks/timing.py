@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import itertools
 import json
 import platform
@@ -30,6 +31,17 @@ class Case:
     moved_bytes: int  # the least the forward must read and write; 0: bound by something else
     backward_bytes: int  # the same of the backward alone
     contenders: dict[str, Callable[..., Any]]
+
+
+def liger(device: str, module: str, name: str, *more: object) -> dict[str, Callable[..., Any]]:
+    """Return Liger's autograd function, further arguments bound, where it is installed and there is a GPU."""
+    if device != "cuda":
+        return {}
+    try:
+        found = getattr(importlib.import_module(f"liger_kernel.{module}"), name)
+    except (ImportError, AttributeError):
+        return {}
+    return {"liger": lambda *inputs: found.apply(*inputs, *more)}
 
 
 def graphed(call: Callable[[], object], times: int) -> Callable[[], object]:
@@ -67,6 +79,12 @@ def phases(case: Case, device: str) -> dict[tuple[str, str], tuple[Callable[[], 
     """Every (contender, phase) with its call and the bytes it must move."""
     found: dict[tuple[str, str], tuple[Callable[[], object], int]] = {}
     for name, function in case.contenders.items():
+        if name == "liger":
+            try:
+                function(*case.inputs)
+            except Exception as error:  # of another version, with other arguments
+                print(json.dumps({"name": name, "case": case.name, "error": repr(error)[:300]}), flush=True)
+                continue
         found[name, "forward"] = (
             torch.no_grad()(functools.partial(function, *case.inputs)),
             case.moved_bytes,

@@ -209,6 +209,10 @@ def _backward(
     # Chunks depend on the number of rows and the kind of device alone, so sums repeat on any thread count.
     rows_per_chunk = max(8, -(-rows // (512 if x.is_cuda else 64)))
     partial = None
+    if x.is_cuda and not need_weight:
+        # Nothing is added up over rows: as many blocks as there is work for, so that loads of some overlap
+        # with reductions of others. A block takes eight rows at once up to this size, one beyond.
+        rows_per_chunk = 8 if weight.numel() <= 1024 else 1
     if need_weight:
         chunks = max(1, -(-rows // rows_per_chunk))
         partial = torch.empty((chunks, weight.numel()), dtype=torch.float32, device=x.device)

@@ -13,6 +13,8 @@ from torch.optim import Optimizer
 
 import ts_quant
 from trainstream._paging import Tiers
+from ts_core.blocks import parameter_bytes
+from ts_core.memory import format_bytes
 from ts_optim import OffloadAdamW
 from ts_optim.gradients import ConsumedGradient, gradient_of
 from ts_paging.files import locate
@@ -227,7 +229,11 @@ def commit(model: nn.Module, optimizer: Optimizer | None, staged: Staged) -> lis
 
 
 def bring_back(
-    model: nn.Module, optimizer: Optimizer | None, paged: dict[int, nn.Parameter], device: torch.device
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    paged: dict[int, nn.Parameter],
+    device: torch.device,
+    tell: Callable[[str], object] = lambda text: None,
 ) -> dict[int, nn.Parameter]:
     """Move Parameters out of their tier, to the device, or to RAM where it has no room; their files go.
 
@@ -238,11 +244,13 @@ def bring_back(
         optimizer: Whose groups may list them.
         paged: Ordinary Parameters, guarded no more, by id.
         device: Where they go.
+        tell: Told of those that it has no room for.
 
     Returns:
         The Parameters that took the place of packed ones, by the id of the one before.
     """
     staged, follow = Staged(), Followers(optimizer)
+    left_out: list[Tensor] = []
     for key, parameter in paged.items():
         value: Any = parameter.detach()
         left = gradient_of(parameter)
@@ -253,6 +261,7 @@ def bring_back(
             state = follow(parameter, device)
         except torch.OutOfMemoryError:
             host = torch.device("cpu")
+            left_out.append(parameter)
             value = _copied(parameter.detach(), host)
             grad = _gradient(parameter, value, copy=True)
             state = follow(parameter, host)
@@ -263,6 +272,9 @@ def bring_back(
             staged.state += state
     commit(model, optimizer, staged)
     staged.discard()
+    if left_out:
+        size = format_bytes(sum(map(parameter_bytes, left_out)))
+        tell(f"{device} has no room for {len(left_out)} of {len(paged)} weights ({size}): they are in RAM")
     return staged.replaced
 
 

@@ -156,7 +156,8 @@ def _wrapped(
     undo.clear()
     staged.discard()
     del staged
-    if device.type == "cpu" and bounds.cap is not None:
+    tight = bounds.cap is not None or 2 * decided.layout.device_bytes > bounds.budgets.device
+    if device.type == "cpu" and tight:
         keep_heap_tight()  # it costs page faults: a third of the time of small steps
     if device.type == "cpu" and (paged or decided.packed):
         release_free_memory()
@@ -359,7 +360,7 @@ def _unwrapped(model: nn.Module, session: Session) -> None:
         paged = [p for b in (*session.pager.blocks, *session.pager.edges) for p in b.parameters]
         session.pager.detach()
         session.tiers.to_host(paged)
-        bring_back(model, session.optimizer, {id(p): p for p in paged}, device)
+        bring_back(model, session.optimizer, {id(p): p for p in paged}, device, session.events.add)
         if isinstance(session.optimizer, OffloadAdamW):
             if session.placement is not None:
                 session.optimizer.set_placement(session.placement)

@@ -1,6 +1,7 @@
 """What is planned for slots and for recordings is what they hold, or more."""
 
 import contextlib
+import dataclasses
 import json
 
 import peft
@@ -12,10 +13,12 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainstream
+from trainstream._budget import Limits
+from trainstream._decide import decide
 from trainstream._first import packing_of, planned_job
 from trainstream._session import session_of
 from ts_core.job import POLICIES, Choice, Setting, assumed_profile
-from ts_core.planner import staged_bytes
+from ts_core.planner import Budgets, staged_bytes
 from ts_core.step import predict
 from ts_hf.config_spec import spec_from_config
 from ts_quant.matmul import emulated
@@ -147,3 +150,34 @@ def counts(plan, spec, paged, policy, codec):
         policies.append(tuple(len(members) * (block and policy == name) for name in POLICIES))
     setting = Setting(packing_of(codec), slots=max(plan.slots, 1))
     return Choice(setting, tuple(places), tuple(policies))
+
+
+@pytest.mark.parametrize(("times", "cap", "tight"), [(8, False, False), (1.5, False, True), (8, True, True)])
+def test_the_heap_is_kept_tight_where_ram_is_what_is_short(times, cap, tight, monkeypatch, tmp_path):
+    """Holes between tensors may take as much as activations do: no plan counts them."""
+    kept = []
+    monkeypatch.setattr("trainstream._wrap.keep_heap_tight", lambda: kept.append(True))
+    model = nn.Sequential(*(Block(256, 256) for _ in range(3)))
+    need = 4 << 20
+    limits = Limits(
+        Budgets(int(times * need), None, 1 << 30), 1 << 30 if cap else None, lambda: 0, int(times * need)
+    )
+    monkeypatch.setattr("trainstream._wrap.limits", lambda *a, **k: limits)
+    decided = decided_with(monkeypatch, need)
+    trainstream.wrap(model, device="cpu", disk_offload=str(tmp_path), plan_tokens=16)
+    assert decided == [need]
+    assert bool(kept) == tight
+    trainstream.unwrap(model)
+
+
+def decided_with(monkeypatch, nbytes):
+    """Let a plan take so many bytes, whatever it is; returns a list of what plans took."""
+    found = []
+
+    def decided(*given, **more):
+        made = decide(*given, **more)
+        found.append(nbytes)
+        return dataclasses.replace(made, layout=dataclasses.replace(made.layout, device_bytes=nbytes))
+
+    monkeypatch.setattr("trainstream._wrap.decide", decided)
+    return found

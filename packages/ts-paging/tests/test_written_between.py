@@ -8,6 +8,7 @@ from torch import nn
 
 from ts_core.errors import StateError
 from ts_core.testing import devices
+from ts_paging.blockmode import BlockMode
 from ts_paging.pager import WeightPager
 
 
@@ -28,7 +29,7 @@ class Block(nn.Module):
         return x + (self.up(x) + self.adapter(x)).exp() * 0.1 * self.table[3] + self.calls
 
 
-def build(device, paged, policy="recompute"):
+def build(device, paged, policy="recompute", block_mode=False):
     torch.manual_seed(0)
     model = nn.Sequential(*[Block() for _ in range(3)]).to(device)
     oracle = copy.deepcopy(model)
@@ -38,6 +39,7 @@ def build(device, paged, policy="recompute"):
             p.data = p.data.cpu()
     pager = WeightPager(torch.device(device), min_offload_bytes=0, pages=lambda p: id(p) in chosen)
     pager.attach([(f"blocks.{i}", block, policy) for i, block in enumerate(model)])
+    pager.block_mode = BlockMode(None) if block_mode else None
     return model, oracle
 
 
@@ -81,6 +83,19 @@ def test_a_second_run_on_other_values_is_refused_by_name(edit, paged, device):
         loss.backward()
     assert isinstance(caught.value, StateError)
     model(batch(device)).square().sum().backward()  # and it goes on
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("paged", [True, False])
+@pytest.mark.parametrize("edit", EDITS)
+def test_block_mode_refuses_them_too(edit, paged, device):
+    model, _ = build(device, paged, block_mode=True)
+    for _ in range(3):
+        model(batch(device)).square().sum().backward()
+    loss = model(batch(device)).square().sum()
+    EDITS[edit][0](model[1])
+    with pytest.raises(RuntimeError, match=r"blocks\.1.*modified in place since the forward pass"):
+        loss.backward()
 
 
 @pytest.mark.parametrize("device", devices())

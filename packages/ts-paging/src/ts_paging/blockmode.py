@@ -181,8 +181,8 @@ class Run:
         self.places: list[int] = []
         self._outputs: list[Tensor] = []
         self._node: Any = None
-        self._own: list[Tensor] = []  # what a second run reads besides: Parameters that are not paged
-        self._own_versions: list[int] = []
+        self._own, self._own_versions = list[Tensor](), list[int]()  # read besides: Parameters not paged
+        self._standing: list[tuple[Tensor | None, int]] = []
         self._spent = False
         self._parked: weakref.ref[Any] | None = None
         # Whose outputs came in, and what their gradients have to be if nobody else uses them.
@@ -227,6 +227,7 @@ class Run:
         self.expect_closed()
         if again:
             self.block._expect_constant(self._buffers)
+            self._standing = self.block._residents.now()
         outputs = self._outputs
         self.flat = [_own(value, self.block) for value in flat]
         if again:
@@ -353,7 +354,7 @@ class Run:
     def ready(self) -> None:
         """Have the weights in their place, as they were in forward."""
         block = self.block
-        block.pager.turns.backward()
+        block.pager.turns.backward(block)
         block.pager.activations.approach(self._parked)
         with torch._C.DisableTorchFunctionSubclass():
             if block.slot is not None and block.stamp() != self.stamp:
@@ -365,6 +366,7 @@ class Run:
 
     def changed(self) -> bool:
         """Whether what a second run reads was written since forward; the pager knows of paged weights."""
+        self.block._residents.expect(self._standing)
         now = [[_version(tensor) for tensor in tensors] for tensors in (self.call.leaves, self._own)]
         return now != [self._versions, self._own_versions]
 
@@ -372,8 +374,8 @@ class Run:
         """Go through the graph inside, after a second run if its first one was dropped."""
         again = self.policy == "recompute"
         if again:
-            device = self.block.pager.device
-            with as_it_was(self._random, device), self._cast(), as_they_were(self._buffers):
+            there = as_they_were(self._buffers, self.block.name)
+            with as_it_was(self._random, self.block.pager.device), self._cast(), there:
                 self.inner(self.call.leaves)
         pairs = [(out, grad) for out, grad in zip(self._outputs, grads, strict=True) if grad is not None]
         edges = self.edges()

@@ -34,7 +34,9 @@ __device__ __forceinline__ void store8(typename C::Code* codes, int64_t first, c
     if (count >= 8) {
       *reinterpret_cast<uint2*>(codes + first) = words;
     } else {
-      for (int64_t i = 0; i < count; ++i) codes[first + i] = static_cast<typename C::Code>(c[i]);
+#pragma unroll
+      for (int i = 0; i < 8; ++i)  // counted: the codes stay in registers
+        if (i < count) codes[first + i] = static_cast<typename C::Code>(c[i]);
     }
   }
 }

@@ -11,10 +11,11 @@ template <typename T>
 __device__ __forceinline__ void store8(T* out, const float* v, int64_t n, bool wide) {
   if (wide && n >= 8) {
 #pragma unroll
-    for (int i = 0; i < 8; i += Word<T>::kElements)
-      *reinterpret_cast<uint4*>(out + i) = Word<T>::make(v + i);
+    for (int i = 0; i < 8; i += Word<T>::kElements) store16(out + i, Word<T>::make(v + i));
   } else {
-    for (int i = 0; i < 8 && i < n; ++i) out[i] = narrow<T>(v[i]);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < n) out[i] = narrow<T>(v[i]);
   }
 }
 
@@ -51,7 +52,7 @@ __global__ void fp4_rows_kernel(Fp4 m, T* __restrict__ out, int64_t steps, int g
 // 32 rows of the output.
 template <typename T>
 __global__ void fp4_transposed_kernel(Fp4 m, T* __restrict__ out, int64_t across, int64_t down,
-                                      int group, bool wide_in, bool wide_out) {
+                                      int group_shift, bool wide_in, bool wide_out) {
   constexpr int kRows = 128, kColumns = 64;  // of the output
   __shared__ Tile<T, kRows, kColumns> tile;
   const float tensor_scale = m.tensor_scale ? __ldg(m.tensor_scale) : 1.0f;
@@ -69,15 +70,17 @@ __global__ void fp4_transposed_kernel(Fp4 m, T* __restrict__ out, int64_t across
       const uint4 quad = __ldg(reinterpret_cast<const uint4*>(m.codes + at / 2));
       words[0] = quad.x, words[1] = quad.y, words[2] = quad.z, words[3] = quad.w;
     } else {
-      for (int i = 0; i < count / 2; ++i)
-        words[i / 4] |= static_cast<uint32_t>(m.codes[at / 2 + i]) << 8 * (i % 4);
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        if (i < count / 2)
+          words[i / 4] |= static_cast<uint32_t>(m.codes[at / 2 + i]) << 8 * (i % 4);
     }
     float factor = 0.0f;
 #pragma unroll
     for (int i = 0; i < 32; ++i) {
       if (i >= count) break;
-      if (i % group == 0)
-        factor = fp4_scale(__ldg(m.scales + (at + i) / group), m.kind, tensor_scale);
+      if ((i & ((1 << group_shift) - 1)) == 0)
+        factor = fp4_scale(__ldg(m.scales + ((at + i) >> group_shift)), m.kind, tensor_scale);
       tile.put(part + i, row, __fmul_rn(e2m1(words[i / 8] >> 4 * (i % 8) & 15u), factor));
     }
   }
@@ -87,10 +90,10 @@ __global__ void fp4_transposed_kernel(Fp4 m, T* __restrict__ out, int64_t across
 
 // A block takes 2048 columns of a row, a thread eight of them.
 template <typename T>
-__global__ void fp8_kernel(Fp8 m, T* __restrict__ out, int64_t across, int64_t tiles, bool wide_in,
-                           bool wide_out) {
+__global__ void fp8_kernel(Fp8 m, T* __restrict__ out, uint32_t across, int64_t tiles,
+                           BlockOf strip_of, BlockOf tile_of, bool wide_in, bool wide_out) {
   const int64_t row = blockIdx.x / across;
-  const int64_t column = (blockIdx.x % across * kThreads + threadIdx.x) * 8;
+  const int64_t column = (int64_t{blockIdx.x % across} * kThreads + threadIdx.x) * 8;
   const int64_t n = m.columns - column;
   if (n <= 0) return;
   const int64_t at = row * m.columns + column;
@@ -99,11 +102,12 @@ __global__ void fp8_kernel(Fp8 m, T* __restrict__ out, int64_t across, int64_t t
     const uint2 pair = __ldg(reinterpret_cast<const uint2*>(m.codes + at));
     words[0] = pair.x, words[1] = pair.y;
   } else {
-    for (int i = 0; i < 8 && i < n; ++i)
-      words[i / 4] |= static_cast<uint32_t>(m.codes[at + i]) << 8 * (i % 4);
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (i < n) words[i / 4] |= static_cast<uint32_t>(m.codes[at + i]) << 8 * (i % 4);
   }
-  const float* scales = m.scales + row / m.tile_rows * tiles;
-  int64_t tile = column / m.tile_columns, edge = (tile + 1) * m.tile_columns;
+  const float* scales = m.scales + strip_of(row) * tiles;
+  int64_t tile = tiles == 1 ? 0 : tile_of(column), edge = (tile + 1) * m.tile_columns;
   float factor = __ldg(scales + tile);
   float v[8];
 #pragma unroll
@@ -123,7 +127,7 @@ void launch_dequantize_published_fp4(const Fp4& m, void* data, DType dtype, void
   const int64_t numel = m.stacks * m.rows * m.columns;
   if (numel == 0) return;
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
-  const int group = m.kind == Fp4Scale::kE8M0 ? 32 : 16;
+  const int group_shift = m.kind == Fp4Scale::kE8M0 ? 5 : 4;
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
     T* out = static_cast<T*>(data);
@@ -132,10 +136,10 @@ void launch_dequantize_published_fp4(const Fp4& m, void* data, DType dtype, void
       const bool wide_in = aligned(m.codes, 16) && m.columns % 32 == 0;
       const bool wide_out = aligned(out, 16) && m.rows % (16 / sizeof(T)) == 0;
       fp4_transposed_kernel<<<grid_for(m.stacks * across * down, 1), kThreads, 0, stream>>>(
-          m, out, across, down, group, wide_in, wide_out);
+          m, out, across, down, group_shift, wide_in, wide_out);
     } else {
       fp4_rows_kernel<<<grid_for(numel / 8, kThreads * kUnroll), kThreads, 0, stream>>>(
-          m, out, numel / 8, group == 32 ? 2 : 1, aligned(m.codes, 4), aligned(out, 16));
+          m, out, numel / 8, group_shift - 3, aligned(m.codes, 4), aligned(out, 16));
     }
   });
   cuda_check_launch("dequantize_published_fp4");
@@ -150,7 +154,8 @@ void launch_dequantize_published_fp8(const Fp8& m, void* data, DType dtype, void
     const int64_t across = (m.columns + 8 * kThreads - 1) / (8 * kThreads);
     const int64_t tiles = (m.columns + m.tile_columns - 1) / m.tile_columns;
     fp8_kernel<<<grid_for(m.rows * across, 1), kThreads, 0, stream>>>(
-        m, out, across, tiles, aligned(m.codes, 8) && m.columns % 8 == 0,
+        m, out, static_cast<uint32_t>(across), tiles, block_of(m.tile_rows),
+        block_of(m.tile_columns), aligned(m.codes, 8) && m.columns % 8 == 0,
         aligned(out, 16) && m.columns % 8 == 0);
   });
   cuda_check_launch("dequantize_published_fp8");

@@ -14,8 +14,7 @@ template <typename T>
 __device__ __forceinline__ void store8(T* out, const float* v, bool wide) {
   if (wide) {
 #pragma unroll
-    for (int i = 0; i < 8; i += Word<T>::kElements)
-      *reinterpret_cast<uint4*>(out + i) = Word<T>::make(v + i);
+    for (int i = 0; i < 8; i += Word<T>::kElements) store16(out + i, Word<T>::make(v + i));
   } else {
     for (int i = 0; i < 8; ++i) out[i] = narrow<T>(v[i]);
   }

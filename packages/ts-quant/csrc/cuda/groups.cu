@@ -18,6 +18,18 @@ __device__ __forceinline__ uint4 load_words(const int32_t* p, bool wide) {
   return make_uint4(p[0], p[1], p[2], p[3]);
 }
 
+// Scale and zero of output `n` in a group.
+struct ScaleAndZero {
+  float scale, zero;
+};
+template <int kBits>
+__device__ __forceinline__ ScaleAndZero gptq_scale(const Groups& m, int64_t group, int64_t n) {
+  constexpr int kPer = 32 / kBits;
+  const uint32_t zeros = static_cast<uint32_t>(m.zeros[group * (m.rows / kPer) + n / kPer]);
+  const uint32_t stored = (zeros >> static_cast<int>(n % kPer) * kBits) + m.zero_offset;
+  return {scale_at(m, group * m.rows + n), static_cast<float>(stored & ((1u << kBits) - 1))};
+}
+
 // 128 columns of 64 outputs: a thread takes the words of four outputs, 32 / kBits columns each.
 template <int kBits, typename T>
 __global__ void gptq_kernel(Groups m, T* __restrict__ out, int64_t tiles_across, bool wide_in,
@@ -37,31 +49,28 @@ __global__ void gptq_kernel(Groups m, T* __restrict__ out, int64_t tiles_across,
     const int64_t k0 = column0 + column;
     const uint4 quad = load_words(m.codes + k0 / kPer * m.rows + row0 + row, wide_in);
     const uint32_t words[4] = {quad.x, quad.y, quad.z, quad.w};
-    int64_t group[kPer];
-    if (whole_groups) {
-      const int64_t one = group_of(m, k0);
+    if (!whole_groups) {  // each column has a group of its own
+#pragma unroll 1
+      for (int k = 0; k < kPer; ++k) {
+        const int64_t group = group_of(m, k0 + k);
 #pragma unroll
-      for (int k = 0; k < kPer; ++k) group[k] = one;
-    } else {
-#pragma unroll 1
-      for (int k = 0; k < kPer; ++k) group[k] = group_of(m, k0 + k);
+        for (int c = 0; c < 4; ++c) {
+          const ScaleAndZero s = gptq_scale<kBits>(m, group, row0 + row + c);
+          const float code = static_cast<float>(words[c] >> k * kBits & kMask);
+          tile.put(row + c, column + k, __fmul_rn(code - s.zero, s.scale));
+        }
+      }
+      continue;
     }
-#pragma unroll 1
+    const int64_t group = group_of(m, k0);
+#pragma unroll
     for (int c = 0; c < 4; ++c) {
-      const int64_t n = row0 + row + c;
-      const int shift = static_cast<int>(n % kPer) * kBits;
-      float v[kPer], scale = 0.0f, zero = 0.0f;
-      int64_t last = -1;
+      const ScaleAndZero s = gptq_scale<kBits>(m, group, row0 + row + c);
+      float v[kPer];
 #pragma unroll
       for (int k = 0; k < kPer; ++k) {
-        if (group[k] != last) {
-          last = group[k];
-          scale = scale_at(m, last * m.rows + n);
-          const uint32_t zeros = static_cast<uint32_t>(m.zeros[last * (m.rows / kPer) + n / kPer]);
-          const uint32_t stored = (zeros >> shift) + static_cast<uint32_t>(m.zero_offset);
-          zero = static_cast<float>(stored & kMask);
-        }
-        v[k] = __fmul_rn(static_cast<float>(words[c] >> k * kBits & kMask) - zero, scale);
+        const float code = static_cast<float>(words[c] >> k * kBits & kMask);
+        v[k] = __fmul_rn(code - s.zero, s.scale);
       }
       if constexpr (kPer >= 8) {
 #pragma unroll
@@ -97,7 +106,9 @@ __global__ void awq_kernel(Groups m, T* __restrict__ out, int64_t tiles_across, 
       const uint4 quad = load_words(source, wide_in);
       words[0] = quad.x, words[1] = quad.y, words[2] = quad.z, words[3] = quad.w;
     } else {
-      for (int w = 0; w < count; ++w) words[w] = static_cast<uint32_t>(source[w]);
+#pragma unroll
+      for (int w = 0; w < 4; ++w)
+        if (w < count) words[w] = static_cast<uint32_t>(source[w]);
     }
 #pragma unroll
     for (int w = 0; w < 4; ++w) {

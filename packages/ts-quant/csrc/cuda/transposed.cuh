@@ -34,10 +34,12 @@ struct Tile {
       const uint4 value = words[place(row, word)];
       T* target = out + row * stride + column;
       if (wide && column + kPerWord <= columns) {
-        *reinterpret_cast<uint4*>(target) = value;
+        store16(target, value);
       } else {
         const T* v = reinterpret_cast<const T*>(&value);
-        for (int k = 0; k < kPerWord && column + k < columns; ++k) target[k] = v[k];
+#pragma unroll
+        for (int k = 0; k < kPerWord; ++k)  // counted: the word stays in registers
+          if (column + k < columns) target[k] = v[k];
       }
     }
   }

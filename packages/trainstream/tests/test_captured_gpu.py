@@ -2,11 +2,26 @@
 
 import pytest
 import torch
-from grid_models import adamw, batch, build, compare, llama, lora, one, paging, resident, train
+from grid_models import (
+    LAYERS,
+    WRAP_POLICIES,
+    adamw,
+    batch,
+    build,
+    compare,
+    llama,
+    lora,
+    offload_adamw,
+    one,
+    paged,
+    paging,
+    resident,
+    train,
+)
 from test_block_mode import mode_of
 from test_grid import POLICIES
 
-from ts_paging.pinned import PinnedAllocator
+import trainstream
 
 pytestmark = [
     pytest.mark.gpu,
@@ -98,53 +113,27 @@ def test_bfloat16_with_dropout_and_copies_under_way_has_the_same_bits(policy, at
         compare(result, expected)
 
 
-def test_page_locked_memory_can_be_taken_while_a_graph_is_recorded():
-    """Threads that copy are not held up by a recording, nor a recording by them."""
-    from ts_paging.recording import CudaRecorder
-
-    recorder = CudaRecorder(torch.device("cuda", 0))
-    x = torch.ones(1 << 16, device="cuda")
-
-    def run():
-        import threading
-
-        other = threading.Thread(target=lambda: PinnedAllocator().empty(1 << 20).to("cuda"))
-        other.start()
-        y = x * 2
-        other.join()
-        return y
-
-    recorder.warm_up(run)
-    recording, y = recorder.record(run)
-    recording.keep([y])
-    x.fill_(3.0)
-    recording.replay()
-    assert torch.equal(y, torch.full_like(y, 6.0))
+@pytest.mark.parametrize("policy", list(WRAP_POLICIES))
+@pytest.mark.parametrize("kind", ["llama", "lora"])
+def test_auto_changes_no_bit(kind, policy, monkeypatch):
+    """Tiny blocks wait for nothing but their launches: they are captured, once that counts as proven."""
+    monkeypatch.setattr("ts_paging.recording.PROVEN_ON_GPU", True)
+    expected = resident(kind, one, "none", "cuda", offload_adamw, count=20)
+    model = build(kind)
+    with paged(model, "wrap", policy, "cuda", capture="auto") as (_, optimizer):
+        compare(train(model, optimizer, one, "cuda", 20), expected)
+        report = trainstream.memory_report(model)
+        assert (report["captured"]["blocks"], report["captured"]["fallbacks"]) == (LAYERS, {})
+        assert any("is recorded, and those like it" in line for line in report["events"])
 
 
-def test_what_cannot_be_recorded_is_said_and_leaves_the_device_usable():
-    from ts_paging.recording import CannotRecord, CudaRecorder
-
-    recorder = CudaRecorder(torch.device("cuda", 0))
-    x = torch.ones(8, device="cuda")
-    with pytest.raises(CannotRecord):
-        recorder.record(lambda: x.sum().item())
-    assert float(x.sum()) == 8.0
-    recording, y = recorder.record(lambda: x + 1)
-    recording.keep([y])
-    recording.replay()
-    assert float(y.sum()) == 16.0
-    assert torch.nn.functional.dropout(torch.ones(64, device="cuda")).sum() > 0  # random numbers go on
-
-
-def test_recordings_are_made_anew_after_all_have_gone():
-    from ts_paging.recording import CudaRecorder
-
-    recorder = CudaRecorder(torch.device("cuda", 0))
-    x = torch.ones(8, device="cuda")
-    for expected in (2.0, 2.0):
-        recording, y = recorder.record(lambda: x + 1)
-        recording.keep([y])
-        recording.replay()
-        assert torch.equal(y, torch.full_like(y, expected))
-        del recording, y
+def test_auto_goes_back_to_eager_where_the_device_has_no_room(monkeypatch):
+    monkeypatch.setattr("ts_paging.recording.PROVEN_ON_GPU", True)
+    monkeypatch.setattr("trainstream._paging._left", lambda device, room: 0)
+    expected = resident("lora", one, "none", "cuda", offload_adamw, count=12)
+    model = build("lora")
+    with paged(model, "wrap", "recompute", "cuda", capture="auto") as (_, optimizer):
+        compare(train(model, optimizer, one, "cuda", 12), expected)
+        captured = trainstream.memory_report(model)["captured"]
+        assert captured["recordings"] == 0
+        assert list(captured["fallbacks"]) == ["the device has no room for recordings"]

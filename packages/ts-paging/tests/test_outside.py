@@ -115,8 +115,7 @@ def _as_before():
         change(2.0)
 
 
-@pytest.mark.parametrize("auto", [True, False])
-@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize(("policy", "auto"), [("keep", True), ("recompute", False)])
 @pytest.mark.parametrize("name", list(NAMED))
 def test_a_value_from_outside_that_changes_is_never_the_old_one(name, policy, auto):
     function, change = NAMED[name]

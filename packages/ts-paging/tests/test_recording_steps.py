@@ -261,7 +261,7 @@ def test_step_09_other_threads_go_on_while_a_graph_is_recorded(device, beside):
     def work():
         with torch.cuda.stream(side):
             if beside == "page-locked memory":
-                PinnedAllocator().empty(1 << 21).fill_(1)
+                PinnedAllocator().empty(1 << 21).fill_(1).to(device, non_blocking=True)
             elif beside == "device memory":
                 torch.empty(1 << 28, device=device, dtype=torch.uint8)
             elif beside == "copies":

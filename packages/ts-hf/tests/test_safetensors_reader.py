@@ -81,6 +81,9 @@ DAMAGED = {
     "offsets_overlap": lambda p: write(
         p, {"a": entry(shape=(2,), offsets=(0, 2)), "b": entry(offsets=(1, 2))}, b"xx"
     ),
+    "offsets_overlap_and_hole": lambda p: write(  # as many bytes in all as the file has
+        p, {"a": entry(shape=(2,), offsets=(0, 2)), "b": entry(shape=(2,), offsets=(1, 3))}, b"xxxx"
+    ),
     "offsets_hole": lambda p: write(p, {"a": entry(), "b": entry(offsets=(2, 3))}, b"xxx"),
     "offsets_first_hole": lambda p: write(p, {"a": entry(offsets=(1, 2))}, b"xx"),
     "offsets_past_end": lambda p: write(p, {"a": entry(shape=(9,), offsets=(0, 9))}, b"x"),

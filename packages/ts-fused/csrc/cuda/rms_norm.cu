@@ -11,8 +11,10 @@ constexpr int kBlock = 256;
 constexpr int64_t kWarpRow = 1024;
 constexpr int64_t kSharedFloats = 12288;  // 48 KiB, what every card gives without asking
 
+// Six blocks a multiprocessor where a block takes a row: without a bound five fit, and loads wait.
 template <typename X, typename Y, int kVec, int kThreads>
-__global__ void __launch_bounds__(kBlock) rms_norm_forward_kernel(NormForward a, DType weight) {
+__global__ void __launch_bounds__(kBlock, kThreads == 32 ? 1 : 6)
+    rms_norm_forward_kernel(NormForward a, DType weight) {
   __shared__ float scratch[kBlock / 32];
   const int64_t h = a.hidden;
   for (int64_t r = blockIdx.x * int64_t{blockDim.y} + threadIdx.y; r < a.rows;

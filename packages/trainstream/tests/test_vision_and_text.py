@@ -1,4 +1,4 @@
-"""A model of two stacks: the language model's is the one that is packed and paged, before packing and after."""
+"""A model of two stacks: that of the language model is packed and paged, before packing and after."""
 
 import pytest
 import torch

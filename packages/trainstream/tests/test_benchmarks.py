@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,7 +24,7 @@ def _load(name):
 
 
 compare, engines, stream_bound, measure = map(_load, ("compare", "engines", "stream_bound", "measure"))
-quality = _load("quality")
+quality, scenarios, verdicts = map(_load, ("quality", "scenarios", "verdicts"))
 
 
 @pytest.mark.parametrize(
@@ -70,10 +71,46 @@ def test_every_engine_asks_wrap_for_what_its_name_says():
 
 def test_a_bound_needs_both_measurements():
     parts = {"t_fwd_s": 0.1, "t_bwd_s": 0.2, "t_adamw_s": 0.3}
-    found = compare.with_bound({"step_s": 0.6}, parts)
+    found = verdicts.with_bound({"step_s": 0.6}, parts)
     assert (found["bound_s"], found["bound_frac"]) == (0.5, 1.2)
-    assert "bound_s" not in compare.with_bound({"step_s": 0.6}, {"error": "no"})
-    assert "bound_s" not in compare.with_bound({"error": "no"}, parts)
+    assert "bound_s" not in verdicts.with_bound({"step_s": 0.6}, {"error": "no"})
+    assert "bound_s" not in verdicts.with_bound({"error": "no"}, parts)
+
+
+def _runs(**seconds):
+    return [{"engine": name, "step_s": each} for name, times in seconds.items() for each in times]
+
+
+def test_engines_within_ten_percent_run_three_times_and_win_beyond_their_spread():
+    near = _runs(trainstream=[0.95], stock=[1.0], bnb=[2.0])
+    assert verdicts.close(near) == ["trainstream", "stock"]
+    (beside_stock, beside_bnb) = verdicts.pairs(near)["pairs"]
+    assert (beside_stock["ratio"], beside_stock["faster"]) == (0.95, None)  # too near for one run each
+    assert (beside_bnb["ratio"], beside_bnb["faster"]) == (0.475, True)
+    again = _runs(trainstream=[0.95, 0.99, 0.93], stock=[1.0, 1.02, 1.01])
+    assert verdicts.close(again) == []
+    (row,) = verdicts.pairs(again)["pairs"]
+    assert (row["spread_s"], row["faster"]) == (0.06, False)  # 0.06 ahead is not beyond a spread of 0.06
+    (row,) = verdicts.pairs(_runs(trainstream=[0.95, 0.96, 0.94], stock=[1.0, 1.02, 1.01]))["pairs"]
+    assert row["faster"] is True
+    assert verdicts.pairs([{"engine": "stock", "error": "no"}, *_runs(trainstream=[1.0])])["pairs"] == []
+
+
+@given(st.integers(0, 1000), st.integers(1, 3), st.integers(65, 300))
+def test_documents_fill_their_rows(seed, batch, tokens):
+    scenario = scenarios.Scenario("tiny", "lora", batch, tokens, accumulate=2, documents=True)
+    assert scenario.tokens_per_step == 2 * batch * tokens
+    rows = scenarios.draw(scenario, 50, torch.Generator().manual_seed(seed))
+    again = scenarios.draw(scenario, 50, torch.Generator().manual_seed(seed))
+    assert rows.ids.shape == rows.positions.shape == (batch, tokens)
+    assert all(torch.equal(a, b) for a, b in ((rows.ids, again.ids), (rows.positions, again.positions)))
+    for positions, ids, labels in zip(rows.positions, rows.ids, rows.labels, strict=True):
+        starts = (positions == 0).nonzero().flatten().tolist()
+        lengths = [b - a for a, b in zip(starts, [*starts[1:], tokens], strict=True)]
+        assert starts[0] == 0 and all(length >= 64 for length in lengths[:-1])
+        assert torch.equal(positions, torch.cat([torch.arange(length) for length in lengths]))
+        assert labels[starts].eq(-100).all()
+        assert torch.equal(labels[positions > 0], ids[positions > 0])
 
 
 @given(st.integers(2, 40), st.integers(1, 3), st.floats(0.1, 10))

@@ -36,7 +36,7 @@ def launches(run):
     """Count what the host hands to the GPU while `run` runs, but for copies from and to the host."""
     torch.cuda.synchronize()
     kinds = [torch.profiler.ProfilerActivity.CPU, torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=kinds) as profile:
+    with torch.profiler.profile(activities=kinds, acc_events=True) as profile:
         run()
         torch.cuda.synchronize()
     names = [event.name for event in profile.events()]

@@ -71,7 +71,7 @@ def test_a_span_costs_nothing_without_a_profiler():
 @pytest.mark.filterwarnings("ignore")
 @given(st.lists(st.from_regex(r"ts/[a-z]{1,8}/[a-z_]{1,8}", fullmatch=True), min_size=1, max_size=3))
 def test_spans_show_in_a_profile(names):
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile:
         for name in names:
             with trace.span(name):
                 torch.ones(2) + 1
@@ -119,7 +119,7 @@ def test_one_recorder_at_a_time():
 @pytest.mark.filterwarnings("ignore")
 def test_recorded_spans_lie_where_the_profiler_saw_them(tmp_path):
     with (
-        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile,
+        torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], acc_events=True) as profile,
         trace.SpanRecorder() as recorder,
     ):
         for _ in range(5):

@@ -387,7 +387,7 @@ def test_hooks_of_torch_and_the_profiler_see_the_step():
     seen = []
     optimizer.register_step_pre_hook(lambda o, *_: seen.append("pre"))
     optimizer.register_step_post_hook(lambda o, *_: seen.append("post"))
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         train(model, optimizer, 1)
     assert seen == ["pre", "post"]
     assert any(event.key == "ts/optim/step" for event in profile.key_averages())

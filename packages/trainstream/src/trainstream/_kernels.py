@@ -91,6 +91,19 @@ class Kernels:
         numerics: Numerics = dataclasses.replace(plan.numerics, **changed)
         return dataclasses.replace(plan, numerics=numerics)
 
+    def keep_attention(self, backend: str | None, source: str) -> None:
+        """Let attention that is still to be measured try the backend of the run that goes on.
+
+        Args:
+            backend: Its name; None for PyTorch's own order.
+            source: Which run that is, for the events.
+        """
+        choice = self.attention
+        if choice is None or not choice.open:
+            return
+        choice.backend, choice.open, choice.why = backend, False, f"as in {source}"
+        self._measured(choice)
+
     def undo(self) -> None:
         """Give every module its own code back."""
         if self.attention is not None:
@@ -170,7 +183,7 @@ class Kernels:
         if choice.backend is None:
             return f"torch's own order of backends: {choice.why}"
         if choice.times is None:
-            return f"{choice.backend} first"
+            return f"{choice.backend} first" + (f": {choice.why}" if choice.why else "")
         times = {"torch's own order": choice.times.own, **choice.times.backends}
         took = ", ".join(f"{name} {seconds * 1e3:.3f} ms" for name, seconds in times.items())
         return f"{choice.backend} first; forward and backward: {took}"

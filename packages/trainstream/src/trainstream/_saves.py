@@ -16,6 +16,7 @@ from torch.optim import Optimizer
 
 from trainstream._folders import replace_folder, settle
 from trainstream._nested import flatten, unflatten
+from trainstream.integrations._plan_file import PLAN_FILE, read_plan, write_plan
 from ts_core.errors import CheckpointError
 from ts_hf.background import BackgroundSave, save_in_background
 from ts_hf.safetensors_reader import SafetensorsReader
@@ -24,7 +25,15 @@ from ts_hf.saving import METADATA, model_files
 if TYPE_CHECKING:
     from trainstream._session import Session
 
-__all__ = ["OPTIMIZER_FILE", "optimizer_file", "plain_optimizer", "read_optimizer", "save", "weight_files"]
+__all__ = [
+    "OPTIMIZER_FILE",
+    "load_optimizer",
+    "optimizer_file",
+    "plain_optimizer",
+    "read_optimizer",
+    "save",
+    "weight_files",
+]
 
 OPTIMIZER_FILE = "optimizer.safetensors"
 _TREE = "trainstream.state"
@@ -110,6 +119,7 @@ def save(
     try:
         files = [optimizer_file(optimizer, staging) for optimizer in optimizers]
         files += weight_files(session.model, staging)
+        write_plan(staging, session, loss_chunk_size=None)
         saving = save_in_background(
             files,
             partial(replace_folder, staging, final, hidden=True),
@@ -124,3 +134,22 @@ def save(
     if not background:
         session.settle_save()
     return saving
+
+
+def load_optimizer(session: Session, folder: str | os.PathLike[str]) -> None:
+    """Do what `Session.load_optimizer` says."""
+    session.settle_save()
+    place = Path(folder).expanduser()
+    settle(place)
+    if session.optimizer is None:
+        return
+    state = read_optimizer(place)
+    saved = read_plan(place)
+    if saved is None:
+        session.events.add(
+            f"{place} has no {PLAN_FILE}: written by an earlier release, so codec, moments, kernels and "
+            "attention could not be compared with those of this run"
+        )
+    else:
+        saved.check(session)
+    session.optimizer.load_state_dict(state)

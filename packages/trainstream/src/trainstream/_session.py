@@ -11,7 +11,6 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -218,7 +217,7 @@ class Session:
 
         Args:
             folder: Made, or replaced: ``model.safetensors`` (or shards), or PEFT's adapter files, and
-                ``optimizer.safetensors`` for `load_optimizer`.
+                ``optimizer.safetensors`` and ``trainstream.json`` (the plan) for `load_optimizer`.
             background: Return at once.
             copy_bytes: Bound of the copies, such as "2GiB"; None: 1 GiB or a tenth of the free RAM if less,
                 and nothing under a RAM budget.
@@ -238,24 +237,22 @@ class Session:
         return save(self, folder, background, copy_bytes)
 
     def load_optimizer(self, folder: str | os.PathLike[str]) -> None:
-        """Take over the optimizer's state that `save` wrote.
+        """Take over the optimizer's state that `save` wrote, if this run computes with the same bits.
 
+        Codec, moments, kernels and attention must be those that were saved, wherever things are now;
+        attention that is still to be measured takes the saved backend. A refusal changes nothing.
         Where a process died while it gave a new folder the name of one that was there, that one is put back.
 
         Args:
             folder: As for `save`.
 
         Raises:
-            CheckpointError: The file is missing, damaged, or of other parameters.
+            CheckpointError: The file is missing, damaged, or of other parameters, or the run is of other
+                numerics; the message names both values.
         """
-        from trainstream._folders import settle
-        from trainstream._saves import read_optimizer  # as in save()
+        from trainstream._saves import load_optimizer  # as in save()
 
-        self.settle_save()
-        place = Path(folder).expanduser()
-        settle(place)
-        if self.optimizer is not None:
-            self.optimizer.load_state_dict(read_optimizer(place))
+        load_optimizer(self, folder)
 
     def settle_save(self) -> None:
         """Wait for a save under way in the background; what went wrong with it is raised."""

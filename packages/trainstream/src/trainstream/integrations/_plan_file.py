@@ -1,5 +1,7 @@
 """`trainstream.json` in a checkpoint: the plan of the run, so that a resumed one computes with the same bits.
 
+The Trainer, `trainstream finetune` and `Session.save` all write it.
+
 Placement (what is where) is written down but may differ in the resumed run. Numerics (codec, moment format,
 kernels, attention, chunks of the loss) is forced on it: an option that was left open gets the saved value,
 one that asks for something else is an error.
@@ -60,6 +62,7 @@ def write_plan(folder: Path, session: Session, *, loss_chunk_size: int | None) -
         "version": trainstream.__version__,
         "plan": session.plan.to_dict(),
         "loss_chunk_size": loss_chunk_size,
+        "open": ["attention"] if _attention_open(session) else [],
         "packed": packed_count(session.model),
         "parameters": trained_names(session.model, session.optimizer),
     }
@@ -92,6 +95,7 @@ def read_plan(folder: Path) -> SavedPlan | None:
             content["loss_chunk_size"],
             int(content["packed"]),
             content["parameters"],
+            tuple(content.get("open", ())),
         )
     except (KeyError, TypeError, AttributeError, ValueError) as error:
         raise CheckpointError(
@@ -111,6 +115,7 @@ class SavedPlan:
         loss_chunk_size: As in `write_plan`.
         packed: How many weights were packed.
         parameters: Names of the trained parameters, in the order of the optimizer's groups.
+        undecided: Numerics that were still to be measured; they are in a resumed run too.
     """
 
     folder: Path
@@ -119,11 +124,13 @@ class SavedPlan:
     loss_chunk_size: int | None
     packed: int
     parameters: list[list[str]]
+    undecided: tuple[str, ...] = ()
 
-    def _differs(self, name: str, saved: object, given: object) -> CheckpointError:
+    def _differs(self, name: str, saved: object, given: object, remedy: str = "") -> CheckpointError:
+        remedy = remedy or "Leave the option out"
         return CheckpointError(
             f"[resume] option {name}: {self.folder} was made with {saved!r}, given {given!r}; it decides the "
-            "bits of the result, so a resumed run keeps it. Leave the option out, or start a new run"
+            f"bits of the result, so a resumed run keeps it. {remedy}, or start a new run"
         )
 
     def force(self, given: dict[str, Any], model: nn.Module) -> dict[str, Any]:
@@ -148,6 +155,8 @@ class SavedPlan:
             if not left_open:
                 if self._matters(name) and _normal(name, asked) != saved:
                     raise self._differs(name, saved, asked)
+            elif name in self.undecided:
+                continue
             elif name == "quantize" and (packed_count(model) or saved == "mixed"):
                 # What is packed already was packed while it was loaded, and wrap() left the rest alone.
                 forced[name] = "none"
@@ -178,14 +187,19 @@ class SavedPlan:
     def check(self, session: Session) -> None:
         """Compare with the session of the resumed run, once it is wrapped.
 
+        Attention that is still to be measured takes the backend that the checkpoint was made with.
+
         Raises:
             CheckpointError: Numerics, the number of packed weights or the trained parameters differ.
         """
         now = session.plan.numerics
         for field in dataclasses.fields(Numerics):
-            before, after = getattr(self.plan.numerics, field.name), getattr(now, field.name)
-            if before != after and self._matters(field.name):
-                raise self._differs(field.name, before, after)
+            name = field.name
+            before, after = getattr(self.plan.numerics, name), getattr(now, name)
+            unsettled = name in self.undecided or (name == "attention" and _attention_open(session))
+            if before != after and self._matters(name) and not unsettled:
+                remedy = f"Load and wrap the model with {name}={before!r} as before"
+                raise self._differs(name, before, after, remedy)
         packed = packed_count(session.model)
         if packed != self.packed:
             raise CheckpointError(
@@ -198,6 +212,14 @@ class SavedPlan:
                 f"[resume] {self.folder}: its optimizer's parameters are not those of this run, or in "
                 f"another order: {_first_difference(self.parameters, names)}"
             )
+        if session.kernels is not None and "attention" not in self.undecided:
+            session.kernels.keep_attention(self.plan.numerics.attention, str(self.folder))
+
+
+def _attention_open(session: Session) -> bool:
+    """Whether ``attention="auto"`` waits for a call to measure on."""
+    choice = None if session.kernels is None else session.kernels.attention
+    return choice is not None and choice.open
 
 
 def _normal(name: str, value: Any) -> Any:

@@ -115,7 +115,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(tmp_path):
     )
     session = model._trainstream_session
     run_from(model, optimizer, "cpu", 0, 5)
-    before = session.plan, session.options
+    before = session.plan, session.options, session.adapting
     used = session.tiers.files.used_bytes
     assert used
     for budget, says in (
@@ -127,8 +127,7 @@ def test_what_cannot_be_is_refused_and_nothing_is_changed(tmp_path):
     for budget in ({"ram": -1}, {"vram": "much"}, {"disk": 1.5}):
         with pytest.raises(OptionError, match=r"option (ram|vram|disk)_budget"):
             session.set_budget(**budget)
-    assert (session.plan, session.options) == before
-    assert not session.adapting
+    assert (session.plan, session.options, session.adapting) == before
     session.set_budget(disk=4 * used)
     with pytest.raises(TypeError):
         session.set_budget(1)

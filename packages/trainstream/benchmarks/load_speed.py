@@ -243,7 +243,9 @@ def parse() -> argparse.Namespace:
     )
     parser.add_argument("--shape", choices=SHAPES, default="7b")
     parser.add_argument("--forms", nargs="+", choices=FORMS, default=list(FORMS))
-    parser.add_argument("--folder", default=None, help="where the checkpoint is written; default: temporary")
+    parser.add_argument(
+        "--folder", help="where the checkpoint is written, made if missing; default: temporary"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeat", type=int, default=3)
@@ -273,6 +275,8 @@ def main() -> int:
     if arguments.smoke:
         arguments.shape, arguments.repeat, arguments.threads = "tiny", 1, 1
         arguments.forms = ["none", "nf4", "disk_offload"]
+    if arguments.folder:
+        Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="load-speed-") as place:
         folder = Path(place) / "checkpoint"
         nbytes = write_checkpoint(folder, arguments.shape)

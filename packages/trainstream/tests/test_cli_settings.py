@@ -61,6 +61,7 @@ def test_both_spellings_set_the_same_thing():
             "model": "m",
             "lr_scheduler_type": "linear",
             "dtype": "fp32",
+            "packing": "true",
             "resume_from_checkpoint": "d",
         }.get(
             name,

@@ -87,6 +87,57 @@ def test_prompts_are_masked_and_rows_are_padded(tokenizer, pairs, seq_len):
     assert data.train.num_items == sum(label != -100 for _, labels in usable for label in labels[1:])
 
 
+@given(
+    texts=st.lists(st.text("ab ", min_size=1, max_size=30).filter(str.strip), min_size=1, max_size=6),
+    pairs=st.lists(st.tuples(st.text("ab ", max_size=6), st.text("cd", max_size=6)), max_size=4),
+    seq_len=st.integers(2, 12),
+)
+def test_packed_rows_hold_each_document_by_itself(tokenizer, texts, pairs, seq_len):
+    expected = []
+    for text in texts:
+        ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
+        pieces = [ids[start : start + seq_len] for start in range(0, len(ids), seq_len)]
+        expected += [(piece, [-100, *piece[1:]]) for piece in pieces]  # text and prompts may be mixed
+    for prompt, completion in pairs:
+        before = tokenizer(prompt)["input_ids"]
+        ids = [*before, *tokenizer(completion)["input_ids"], tokenizer.eos_token_id][:seq_len]
+        labels = [-100 if index < max(len(before), 1) else token for index, token in enumerate(ids)]
+        if any(label != -100 for label in labels):
+            expected.append((ids, labels))
+    entries = [*texts, *({"prompt": prompt, "completion": completion} for prompt, completion in pairs)]
+    data = text_dataset(entries, tokenizer, seq_len, held_out=0.0, packing=True)
+    assert data.train.input_ids.shape[1] == seq_len
+    assert data.tokens == sum(len(ids) for ids, _ in expected)
+    found = []
+    for ids, labels, positions in zip(
+        data.train.input_ids.tolist(),
+        data.train.labels.tolist(),
+        data.train.position_ids.tolist(),
+        strict=True,
+    ):
+        starts = [index for index, position in enumerate(positions) if position == 0]
+        for a, b in zip(starts, [*starts[1:], seq_len], strict=True):
+            assert positions[a:b] == list(range(b - a))
+            if set(ids[a:b]) != {tokenizer.pad_token_id}:
+                found.append((ids[a:b], labels[a:b]))
+    assert sorted(found) == sorted(expected)
+    assert data.train.num_items == sum(label != -100 for _, labels in expected for label in labels)
+
+
+def test_packed_rows_go_to_a_model_by_batches_alone(tokenizer):
+    data = text_dataset(["aaaa", "bb", "cc"], tokenizer, 4, held_out=0.0, packing=True).train
+    (batch,) = data.batches(9)
+    assert set(batch) == {"input_ids", "labels", "position_ids", "use_cache"}
+    assert batch["use_cache"] is False
+    with pytest.raises(ArgumentTypeError, match="packed"):
+        data[0]
+    with pytest.raises(OptionError, match="packing"):
+        text_dataset(["aaaa"], tokenizer, 4, packing="yes")
+    one = {"prompt": "aaaaaa", "completion": "b"}  # nothing of it is learned
+    with pytest.raises(ArgumentError, match="no training row"):
+        text_dataset([one], tokenizer, 4, held_out=0.0, packing=True)
+
+
 def test_chats_learn_the_assistants_turns(tokenizer):
     messages = [
         {"role": "system", "content": "be"},

@@ -2,7 +2,8 @@
 
 Plain text is joined (an end-of-text token after each document) and cut into rows of exactly `seq_len` tokens.
 Examples with a prompt and an answer, and chats, become one padded row each, with the labels of the prompt set
-to -100. Everything is deterministic: the same input, tokenizer and seed give the same rows.
+to -100. Packed, rows hold whole documents of either kind, which do not see each other (`ts_hf.packing`).
+Everything is deterministic: the same input, tokenizer and seed give the same rows.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 import torch
 
 from ts_core.errors import ArgumentError, ArgumentTypeError, StorageError, message
-from ts_core.options import fraction, integer
+from ts_core.options import boolean, fraction, integer
+
+from .packing import pack_sequences
 
 __all__ = ["Document", "Rows", "TextData", "read_documents", "stdlib_text", "text_dataset"]
 
@@ -65,6 +68,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
         input_ids: `(N, S)` int64.
         labels: `(N, S)` int64, -100 where nothing is learned.
         attention_mask: `(N, S)` int64, or None if no token is padding.
+        position_ids: `(N, S)` int64 of rows packed with documents, from 0 with each; None for others.
 
     Example:
         >>> rows = Rows(torch.tensor([[1, 2]]), torch.tensor([[1, 2]]))
@@ -73,19 +77,33 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
     """
 
     def __init__(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, attention_mask: torch.Tensor | None = None
+        self,
+        input_ids: torch.Tensor,
+        labels: torch.Tensor,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
     ) -> None:
         """Hold the tensors; nothing is copied."""
         self.input_ids = input_ids
         self.labels = labels
         self.attention_mask = attention_mask
+        self.position_ids = position_ids
 
     def __len__(self) -> int:
         """Count the rows."""
         return len(self.input_ids)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        """Return one row, as the keyword arguments of a model."""
+        """Return one row, as the keyword arguments of a model.
+
+        Raises:
+            ArgumentTypeError: The rows are packed. A collator would not know that, and documents would see
+                each other; `batches` says it to the model.
+        """
+        if self.position_ids is not None:
+            raise ArgumentTypeError(
+                message("Rows", "index", "rows that are not packed", "packed ones", "Take them by batches()")
+            )
         row = {"input_ids": self.input_ids[index], "labels": self.labels[index]}
         if self.attention_mask is not None:
             row["attention_mask"] = self.attention_mask[index]
@@ -98,7 +116,7 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
     def batches(
         self, batch_size: int, *, seed: int | None = None, drop_last: bool = False
-    ) -> Iterator[dict[str, torch.Tensor]]:
+    ) -> Iterator[dict[str, Any]]:
         """Go through the rows once.
 
         Args:
@@ -107,7 +125,8 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             drop_last: Leave out a last batch that is not full.
 
         Yields:
-            Dicts of `(B, S)` tensors, with an `attention_mask` if rows are padded.
+            Dicts of `(B, S)` tensors, with an `attention_mask` if rows are padded; of packed rows with
+            `position_ids` and `use_cache=False`.
         """
         integer("batch_size", batch_size, minimum=1)
         order = list(range(len(self)))
@@ -117,7 +136,9 @@ class Rows(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
             chosen = order[start : start + batch_size]
             if drop_last and len(chosen) < batch_size:
                 return
-            batch = {"input_ids": self.input_ids[chosen], "labels": self.labels[chosen]}
+            batch: dict[str, Any] = {"input_ids": self.input_ids[chosen], "labels": self.labels[chosen]}
+            if self.position_ids is not None:
+                batch.update(position_ids=self.position_ids[chosen], use_cache=False)
             if self.attention_mask is not None:
                 batch["attention_mask"] = self.attention_mask[chosen]
             yield batch
@@ -367,19 +388,43 @@ def _blocks(tokenizer: Any, documents: Sequence[Document], seq_len: int) -> tupl
     return made, int(len(stream) > rows * seq_len)
 
 
-def _padded(tokenizer: Any, documents: Sequence[Document], seq_len: int) -> tuple[Rows, int]:
+def _pad_id(tokenizer: Any) -> int:
+    pad = getattr(tokenizer, "pad_token_id", None)
+    return (_end_token(tokenizer) or [0])[0] if pad is None else int(pad)
+
+
+def _examples(
+    tokenizer: Any, documents: Sequence[Document], seq_len: int
+) -> tuple[list[tuple[list[int], list[int]]], int]:
+    """Encode documents one by one: tokens and labels, a text whole, others cut; and how many gave none."""
     rows: list[tuple[list[int], list[int]]] = []
-    dropped = 0
     for document in documents:
-        ids, labels = (part[:seq_len] for part in _supervised_row(tokenizer, document))
+        if document.text is not None:
+            ids = _encode(tokenizer, document.text, special=True) + _end_token(tokenizer)
+            labels = ids
+        else:
+            ids, labels = (part[:seq_len] for part in _supervised_row(tokenizer, document))
         # The first label is predicted by nothing, so it does not make a row worth keeping.
         if any(label != IGNORE for label in labels[1:]):
             rows.append((ids, labels))
-        else:
-            dropped += 1
+    return rows, len(documents) - len(rows)
+
+
+def _packed(tokenizer: Any, documents: Sequence[Document], seq_len: int) -> tuple[Rows, int, int]:
+    examples, dropped = _examples(tokenizer, documents, seq_len)
+    if not examples:
+        none = torch.empty((0, seq_len), dtype=torch.long)
+        return Rows(none, none, None, none), dropped, 0
+    ids, labels = zip(*examples, strict=True)
+    made = pack_sequences(ids, seq_len, labels=labels, pad_id=_pad_id(tokenizer))
+    rows = Rows(made["input_ids"], made["labels"], None, made["position_ids"])
+    return rows, dropped, made["num_tokens"]
+
+
+def _padded(tokenizer: Any, documents: Sequence[Document], seq_len: int) -> tuple[Rows, int]:
+    rows, dropped = _examples(tokenizer, documents, seq_len)
     width = max((len(ids) for ids, _ in rows), default=1)
-    pad = getattr(tokenizer, "pad_token_id", None)
-    pad = (_end_token(tokenizer) or [0])[0] if pad is None else int(pad)
+    pad = _pad_id(tokenizer)
     input_ids = torch.full((len(rows), width), pad, dtype=torch.long)
     labels_out = torch.full((len(rows), width), IGNORE, dtype=torch.long)
     mask = torch.zeros((len(rows), width), dtype=torch.long)
@@ -417,6 +462,7 @@ def text_dataset(
     held_out: float = 0.1,
     seed: int = 0,
     field: str | None = None,
+    packing: bool = False,
 ) -> TextData:
     """Turn text, JSONL or chat data into token rows for training and evaluation.
 
@@ -427,16 +473,19 @@ def text_dataset(
         held_out: Share of the documents that is kept for evaluation, at least one if it is not 0.
         seed: Decides which documents those are.
         field: As in `read_documents`.
+        packing: Put documents into full rows of `seq_len` tokens, each seeing itself alone; a text that is
+            longer is cut into pieces, each a document of its own. The model must keep them apart
+            (`isolate_documents`).
 
     Returns:
         Training and held-out rows. Text: rows of exactly `seq_len` tokens, labels equal to the tokens.
         Prompts
-        and chats: rows padded on the right to the longest one, labels -100 on prompts and padding.
+        and chats: rows padded on the right to the longest one, labels -100 on prompts and padding. Packed:
+        rows with `position_ids`, labels -100 on each document's first token, prompts and padding.
 
     Raises:
-        ArgumentError: No documents, texts mixed with prompts or chats, too little text for one training row,
-        or a
-            chat without a usable template.
+        ArgumentError: No documents, texts mixed with prompts or chats (unless packed), too little text for
+            one training row, or a chat without a usable template.
         StorageError: A file that cannot be read.
 
     Example:
@@ -450,25 +499,26 @@ def text_dataset(
     if not documents:
         raise ArgumentError("[text_dataset] source: there is no document in it")
     plain = [document.text is not None for document in documents]
-    if any(plain) and not all(plain):
+    packing = boolean("packing", packing)
+    if any(plain) and not all(plain) and not packing:
         raise ArgumentError("[text_dataset] source: plain texts are mixed with prompts or chats; split them")
     parts: list[Rows] = []
-    dropped = 0
+    dropped = tokens = 0
     for part in _split(documents, share, integer("seed", seed)):
-        if plain[0]:
+        if packing:
+            rows, lost, count = _packed(tokenizer, part, seq_len)
+        elif plain[0]:
             ids, lost = _blocks(tokenizer, part, seq_len)
-            parts.append(Rows(ids, ids.clone()))
+            rows, count = Rows(ids, ids.clone()), ids.numel()
         else:
             rows, lost = _padded(tokenizer, part, seq_len)
-            parts.append(rows)
+            count = 0 if rows.attention_mask is None else int(rows.attention_mask.sum())
+        parts.append(rows)
+        tokens += count
         dropped += lost
     if not len(parts[0]):
         raise ArgumentError(
             f"[text_dataset] source: {len(documents)} documents give no training row of {seq_len} tokens; "
             "give more data or a smaller seq_len"
         )
-    tokens = sum(
-        int(rows.attention_mask.sum()) if rows.attention_mask is not None else rows.input_ids.numel()
-        for rows in parts
-    )
     return TextData(parts[0], parts[1], len(documents), dropped, tokens)

@@ -5,11 +5,11 @@ Reading, tokenizing and splitting are `ts_hf.text_dataset`'s work.
 
 from __future__ import annotations
 
-import functools
 import glob
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -67,7 +67,7 @@ class Data:
     held_out: Rows
     summary: str
 
-    @functools.cached_property
+    @cached_property
     def fingerprint(self) -> str:
         """Hash of the training rows."""
         return fingerprint(self.train)
@@ -174,7 +174,8 @@ def load_data(settings: Settings, tokenizer: Any, sources: Sources | None = None
     """Tokenize and split the data of a run.
 
     Args:
-        settings: `data`, `eval_data` and `max_length` are used. Without `data` it is Python source text.
+        settings: `data`, `eval_data`, `max_length` and `packing` are used. Without `data` it is Python source
+            text.
         tokenizer: A transformers tokenizer.
         sources: The documents; None reads them here.
 
@@ -189,10 +190,12 @@ def load_data(settings: Settings, tokenizer: Any, sources: Sources | None = None
     read = sources or read_sources(settings)
     share = HELD_OUT_SHARE if read.held_out is None else 0.0
     # One split for all seeds: runs that differ in the seed are compared on the same documents.
-    made = ts_hf.text_dataset(read.train, tokenizer, settings.max_length, held_out=share, seed=0)
+    tokenize = partial(ts_hf.text_dataset, tokenizer=tokenizer, seq_len=settings.max_length, seed=0)
+    tokenize = partial(tokenize, packing=settings.packing)
+    made = tokenize(read.train, held_out=share)
     train, held_out = made.train, made.held_out
     if read.held_out is not None:
-        held_out = ts_hf.text_dataset(read.held_out, tokenizer, settings.max_length, held_out=0.0).train
+        held_out = tokenize(read.held_out, held_out=0.0).train
     elif not len(held_out) and len(train) > 1:
         cut = len(train) - max(1, round(len(train) * HELD_OUT_SHARE))
         train, held_out = _part(train, slice(cut)), _part(train, slice(cut, None))
@@ -205,8 +208,8 @@ def load_data(settings: Settings, tokenizer: Any, sources: Sources | None = None
 
 
 def _part(rows: Rows, which: slice | list[int]) -> Rows:
-    mask = rows.attention_mask
-    return Rows(rows.input_ids[which], rows.labels[which], None if mask is None else mask[which])
+    mask, positions = (None if t is None else t[which] for t in (rows.attention_mask, rows.position_ids))
+    return Rows(rows.input_ids[which], rows.labels[which], mask, positions)
 
 
 def spread(rows: Rows, count: int) -> Rows:
@@ -243,7 +246,7 @@ def batch_indices(step: int, batch_size: int, count: int, seed: int) -> list[int
     return picked
 
 
-@functools.lru_cache(maxsize=3)
+@lru_cache(maxsize=3)
 def _order(epoch: int, count: int, seed: int) -> list[int]:
     generator = torch.Generator().manual_seed((seed * 1_000_003 + epoch) % 2**63)
     return torch.randperm(count, generator=generator).tolist()
@@ -257,7 +260,8 @@ def batch(rows: Rows, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         indices: Which rows.
 
     Returns:
-        `input_ids` and `labels`, int64 `(B, S)`; `attention_mask` too if any of these rows is padded.
+        `input_ids` and `labels`, int64 `(B, S)`; `attention_mask` too if any of these rows is padded, or
+        `position_ids` if they are packed.
     """
     chosen = _part(rows, list(indices))
     taken = {"input_ids": chosen.input_ids, "labels": chosen.labels}
@@ -267,6 +271,8 @@ def batch(rows: Rows, indices: Sequence[int]) -> dict[str, torch.Tensor]:
         mask = chosen.attention_mask[:, :longest]
         if not mask.all():
             taken["attention_mask"] = mask
+    if chosen.position_ids is not None:
+        taken["position_ids"] = chosen.position_ids
     return {name: tensor.contiguous() for name, tensor in taken.items()}
 
 
@@ -278,7 +284,9 @@ def to_device(micro: dict[str, torch.Tensor], device: torch.device) -> dict[str,
 def fingerprint(rows: Rows) -> str:
     """Return a hash of the rows, by which a resumed run knows that the data is still the same."""
     digest = sha256()
-    for tensor in (rows.input_ids, rows.labels):
+    for tensor in (rows.input_ids, rows.labels, rows.position_ids):
+        if tensor is None:
+            continue
         digest.update(str(tuple(tensor.shape)).encode())
         digest.update(tensor.contiguous().numpy().tobytes())
     return digest.hexdigest()[:32]

@@ -28,6 +28,7 @@ from trainstream.cli.data import load_data, read_sources, spread
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import FIXED_ON_RESUME, Settings, changed, merge
 from trainstream.integrations._plan_file import read_plan, write_plan
+from trainstream.packing import isolate_documents
 from ts_core import registry
 from ts_core.errors import CheckpointError, OptionError, StorageError
 from ts_core.memory import format_bytes
@@ -102,6 +103,7 @@ def _resumed_settings(
 ) -> Settings:
     """Take the settings of the checkpoint, and from the command line what may change within a run."""
     saved = checkpoint.data["settings"]
+    saved = {**Settings().to_json(), **saved}  # it may be of a release without some key
     folder = checkpoint.folder.resolve().parent
     changes = dict(explicit)
     given_dir = changes.pop("output_dir", None)
@@ -216,6 +218,8 @@ class _Run:
             model = models.add_adapters(model, settings, self.base_path)
         if self.checkpoint and settings.method == "lora":
             models.load_adapter(model, self.checkpoint.folder)
+        if settings.packing:
+            isolate_documents(model)
         plan = read_plan(self.checkpoint.folder) if self.checkpoint else None
         self.model, self.optimizer, self.scheduler = loop.make_optimizer(
             model, settings, self.total_steps, self.device, plan

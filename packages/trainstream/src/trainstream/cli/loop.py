@@ -24,6 +24,7 @@ from trainstream.cli.data import batch, batch_indices, to_device
 from trainstream.cli.interrupt import Interrupt
 from trainstream.cli.settings import Settings
 from trainstream.integrations._plan_file import SavedPlan
+from trainstream.packing import flatten_rows
 from ts_core.errors import DoesNotFitError
 from ts_core.memory import format_bytes
 from ts_hf.tokens import Rows
@@ -238,10 +239,12 @@ def chunked_loss(model: Any, micro: dict[str, torch.Tensor], items: int, chunk_s
 
     Args:
         model: The model.
-        micro: `input_ids`, `labels` and perhaps `attention_mask`.
+        micro: `input_ids`, `labels` and perhaps `attention_mask` or, of packed rows, `position_ids`.
         items: The divisor: labels counted over the whole step.
         chunk_size: Tokens whose logits exist at a time.
     """
+    if "position_ids" in micro and "flash" in str(getattr(model.config, "_attn_implementation", "")):
+        micro = flatten_rows(micro)
     inputs = {name: tensor for name, tensor in micro.items() if name != "labels"}
     hidden = ts_hf.backbone(model)(**inputs, use_cache=False).last_hidden_state
     return ts_hf.causal_lm_loss_for(model, hidden, micro["labels"], items, chunk_size)

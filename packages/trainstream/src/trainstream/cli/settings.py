@@ -173,6 +173,9 @@ class Settings:
     per_device_train_batch_size: int = _key(4, _int(1), "rows per micro-batch", "batch_size")
     gradient_accumulation_steps: int = _key(1, _int(1), "micro-batches per step", "accumulation_steps")
     max_length: int = _key(256, _int(2), "tokens per row", "seq_len", "max_seq_length")
+    packing: bool = _key(
+        False, _bool, "fill rows with whole documents, each seeing itself alone", "sample_packing"
+    )
     warmup_ratio: float = _key(0.1, _fraction, "share of the steps over which the rate rises", "warmup")
     lr_scheduler_type: str = _key(
         "cosine",

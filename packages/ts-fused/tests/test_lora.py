@@ -276,6 +276,23 @@ def test_an_output_that_is_not_used():
     assert [got[i] for i in (1, 2, 5, 6)] == [None] * 4  # zeros would let an optimizer decay them
 
 
+def test_the_only_adapter_is_of_an_output_that_is_not_used():
+    adapted, bare = make(8, 6, [2]), make(8, 6, [], seed=1)
+    x = torch.randn(3, 6, requires_grad=True)
+    used = lora_linears(x, [adapted, bare])[1]
+    got = torch.autograd.grad(used.sum(), [x, *adapted.adapters[0][:2]], allow_unused=True)
+    torch.testing.assert_close(got[0], torch.autograd.grad((x @ bare.weight.t()).sum(), x)[0])
+    assert got[1:] == (None, None)
+
+
+def test_outputs_may_be_changed_in_place():
+    x = torch.randn(3, 2, 6, requires_grad=True)
+    outs = lora_linears(x, [make(8, 6, [2], seed=i) for i in range(2)])
+    want = torch.autograd.grad((outs[0] * 3).sum() + outs[1].sum(), x, retain_graph=True)[0]
+    outs[0].mul_(3)
+    torch.testing.assert_close(torch.autograd.grad(outs[0].sum() + outs[1].sum(), x)[0], want)
+
+
 def test_autocast_decides_the_dtype_and_nothing_else():
     projection = make(8, 6, [2], adapter_dtype=torch.float32, bias=True)
     base = LoraProjection(projection.weight.bfloat16(), projection.adapters, projection.bias.bfloat16())

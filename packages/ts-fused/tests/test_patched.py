@@ -241,7 +241,29 @@ def _parametrized_bias(layer):
     layer.base_layer.requires_grad_(False)
 
 
-CHANGES = [_hooked_dropout, _parametrized_factor, _parametrized_base, _parametrized_bias]
+class Halving(nn.Module):
+    def forward(self, x):
+        return x * 0.5
+
+
+class Doubling(nn.Linear):
+    def forward(self, x):
+        return super().forward(x) * 2.0
+
+
+def _no_dropout_but_in_its_place(layer):
+    layer.lora_dropout["default"] = Halving()
+    layer.eval()
+
+
+def _base_of_another_class(layer):
+    layer.base_layer = Doubling(16, layer.base_layer.out_features).requires_grad_(False)
+
+
+CHANGES = [
+    _hooked_dropout, _no_dropout_but_in_its_place, _base_of_another_class,
+    _parametrized_factor, _parametrized_base, _parametrized_bias,
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("change", CHANGES)
@@ -255,6 +277,36 @@ def test_layers_changed_after_the_comparison_run_their_own_code(change):
     for layer in (attention.q, attention.k, attention.v, attention.o, attention):
         del layer.__dict__["forward"]
     close(got, attention(x, ANGLES))
+
+
+def test_dropout_may_go_on_while_the_layer_is_in_eval():
+    attention, x = Attention(), torch.randn(2, 16)
+    patch_fused(attention)
+    attention.k.lora_dropout["default"] = nn.Dropout(0.5)
+    attention.eval()
+    forget_calls(attention)
+    attention(x, ANGLES)
+    assert layers_called(attention)[1] == 0
+    attention.k.lora_dropout["default"].train()
+    attention(x, ANGLES)
+    assert layers_called(attention)[1] == 1
+
+
+def test_hooks_of_every_module_see_what_would_be_left_out():
+    model, x = nn.Sequential(GatedMlp()), torch.randn(2, 16)
+    attention = Attention()
+    seen = []
+    patch_fused(model)
+    patch_fused(attention)
+    handle = nn.modules.module.register_module_forward_hook(lambda module, args, out: seen.append(module))
+    try:
+        model(x)
+        attention(x, ANGLES)
+    finally:
+        handle.remove()
+    assert model[0].act_fn in seen
+    assert attention.k.base_layer in seen
+    assert attention.k.lora_A["default"] in seen
 
 
 @pytest.mark.parametrize("mode", [False, True])

@@ -4,6 +4,7 @@ import copy
 import functools
 import pickle
 import types
+import weakref
 
 import pytest
 import torch
@@ -313,6 +314,37 @@ def test_source_that_is_not_the_codes_is_not_used():
         "class Typed(Child):\n    def forward(self, x):\n        x = x + x\n        x = self.norm(x)\n", scope
     )
     assert check_fused(scope["Typed"](), kinds=["add_rms_norm"]).kind == ""  # no source
+
+
+class Frees(Child):
+    """Tells whether what the norm returned is still there when nothing of the layer needs it."""
+
+    def forward(self, x):
+        x = x + x
+        y = x
+        x = self.norm(x)
+        self.normed = weakref.ref(x)
+        x = y * 2
+        self.alive = self.normed() is not None
+        return x
+
+
+class Locals(Child):
+    def forward(self, x):
+        x = x + x
+        x = self.norm(x)
+        return x * len(locals())
+
+
+@torch.no_grad()
+def test_code_has_the_names_that_it_had(monkeypatch):
+    layer = Frees()
+    patch_fused(layer)
+    calls = count_sums(monkeypatch)
+    layer(torch.randn(4, 32))
+    assert len(calls) == 1
+    assert not layer.alive
+    assert check_fused(Locals(), kinds=["add_rms_norm"]).kind == ""
 
 
 def test_a_norm_that_disagrees_is_named():

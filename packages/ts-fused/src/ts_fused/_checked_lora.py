@@ -7,7 +7,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ._compare import Verdict, differences, hooked, random_linear, random_tensor, run_with_gradients
+from ._compare import (
+    Verdict,
+    any_global_hook,
+    differences,
+    hooked,
+    random_linear,
+    random_tensor,
+    run_with_gradients,
+)
 from .lora import LoraAdapter, LoraProjection, lora_linears, run_projections
 
 __all__ = ["check_lora", "looks_like_lora", "lora_projection", "run_lora", "small_twin", "worth_it"]
@@ -50,6 +58,13 @@ def _plain_factor(module: Any) -> bool:
     )
 
 
+def _passes(dropout: Any) -> bool:
+    """Tell whether a dropout hands its input on as it is; one in training drops in a layer in eval too."""
+    kind = type(dropout)
+    still = kind is nn.Identity or (kind is nn.Dropout and (dropout.p == 0.0 or not dropout.training))
+    return still and not _watched(dropout)
+
+
 def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
     """Describe a layer as it stands, or return None where its own code must run.
 
@@ -60,7 +75,8 @@ def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
     # Children from their dictionary: this runs at every call, and an attribute of a module costs a search.
     parts = layer._modules
     base = parts["base_layer"]
-    if layer.disable_adapters or layer.merged or _watched(base) or not _own_parameters(base):
+    plain = type(base).forward is _LINEAR and _own_parameters(base) and not _watched(base)
+    if not plain or layer.disable_adapters or layer.merged or any_global_hook():
         return None
     variants = layer.__dict__.get("lora_variant") or parts.get("lora_variant") or ()
     factors_a, factors_b, dropouts = (parts[key]._modules for key in ("lora_A", "lora_B", "lora_dropout"))
@@ -70,8 +86,7 @@ def lora_projection(layer: Any, x: Tensor) -> LoraProjection | None:
         if name not in factors_a:
             continue
         a, b, dropout = factors_a[name], factors_b[name], dropouts[name]
-        drops = type(dropout) is not nn.Identity and layer.training and getattr(dropout, "p", 1.0) != 0.0
-        if name in variants or drops or _watched(dropout) or not _plain_factor(a) or not _plain_factor(b):
+        if name in variants or not (_passes(dropout) and _plain_factor(a) and _plain_factor(b)):
             return None
         a, b = a._parameters["weight"], b._parameters["weight"]
         if not (a.is_floating_point() and a.device == place and b.device == place):

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from ._checked_norm import NormForm, check_norm, looks_like_norm
-from ._compare import Verdict, differences, random_tensor, run_with_gradients, twin_of
+from ._compare import Verdict, any_global_hook, differences, random_tensor, run_with_gradients, twin_of
 from ._rewrite import eagerly, innermost, method_tree, rebuilt, recompiled
 from ._stand_in import FusedForward
 from .rms_norm import add_rms_norm, sum_and_norm
@@ -26,8 +26,8 @@ from .rms_norm import add_rms_norm, sum_and_norm
 __all__ = ["check_sums", "norms_of_sums"]
 
 _HELPER, _NORMED = "_ts_sum_and_norm", "_ts_normed"
+_SEES_NAMES = {"locals", "vars", "dir", "eval", "exec"}  # with which code would notice one name more
 _NAMES: weakref.WeakKeyDictionary[Any, tuple[str, ...]] = weakref.WeakKeyDictionary()
-_any_global_hook: Callable[[], bool] = nn.modules.module._has_any_global_hook
 
 
 def _bodies(tree: ast.AST) -> Iterator[list[ast.stmt]]:
@@ -94,13 +94,18 @@ def _places(tree: ast.FunctionDef) -> list[_Place]:
 
 
 def _put_helper(place: _Place) -> None:
-    """Write `_normed, total = helper(a, b, self.norm, "norm")`, and `normed = _normed` where the call was."""
+    """Write `_normed, total = helper(a, b, self.norm, "norm")`, and `normed, _normed = _normed, None` later.
+
+    Two names for the rest of the call would keep the normalized values beyond their last use.
+    """
     total: Any = place.body[place.first]
     call: Any = place.body[place.last]
     pair = ast.Tuple([ast.Name(_NORMED, ast.Store()), ast.Name(place.total, ast.Store())], ast.Store())
     given = [total.value.left, total.value.right, call.value.func, ast.Constant(place.norm)]
     helped = ast.Call(ast.Name(_HELPER, ast.Load()), given, [])
-    made = (ast.Assign([pair], helped), ast.Assign(call.targets, ast.Name(_NORMED, ast.Load())))
+    both = ast.Tuple([*call.targets, ast.Name(_NORMED, ast.Store())], ast.Store())
+    moved = ast.Tuple([ast.Name(_NORMED, ast.Load()), ast.Constant(None)], ast.Load())
+    made = (ast.Assign([pair], helped), ast.Assign([both], moved))
     for statement, like in zip(made, (total, call), strict=True):
         for node in ast.walk(statement):
             if not hasattr(node, "lineno"):
@@ -122,6 +127,8 @@ def norms_of_sums(module: nn.Module) -> tuple[str, ...]:
         return ()
     code = innermost(type(module).forward)
     if not isinstance(code, types.FunctionType) or not set(norms) & set(code.__code__.co_names):
+        return ()
+    if _SEES_NAMES & set(code.__code__.co_names):
         return ()
     if code not in _NAMES:
         try:
@@ -148,7 +155,7 @@ def _sum_and_norm(forms: dict[str, tuple[type, NormForm]]) -> Callable[..., Any]
                 and (stands is None or type(stands) is FusedForward)
                 and not (own["_forward_hooks"] or own["_forward_pre_hooks"])
                 and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
-                and not _any_global_hook()
+                and not any_global_hook()
             ):
                 return sum_and_norm(a, b, weight, getattr(norm, epsilon), offset)
         total = a + b

@@ -12,6 +12,7 @@ from torch import Tensor
 
 __all__ = [
     "Verdict",
+    "any_global_hook",
     "differences",
     "hooked",
     "random_linear",
@@ -21,6 +22,7 @@ __all__ = [
     "twin_of",
 ]
 
+any_global_hook: Callable[[], bool] = torch.nn.modules.module._has_any_global_hook
 # Largest difference, relative to the largest element: a few roundings of intermediates.
 _LIMIT = {torch.float32: 2e-5, torch.bfloat16: 2e-2, torch.float16: 3e-3}
 # One unit in the last place, and how many elements may fall on the other side of a rounding boundary where
@@ -65,7 +67,7 @@ def hooked(module: Any) -> bool:
     """Whether someone wants to see or change what goes in or comes out of a module that would be left out."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     own = getattr(module, "__dict__", {})
-    return replaced(module) or any(own.get(name) for name in hooks)
+    return replaced(module) or any_global_hook() or any(own.get(name) for name in hooks)
 
 
 def random_tensor(shape: Sequence[int], device: torch.device, dtype: torch.dtype, seed: int) -> Tensor:

@@ -88,12 +88,27 @@ def method_tree(function: types.FunctionType) -> ast.FunctionDef:
     return found
 
 
+def _imported(function: types.FunctionType, name: str) -> bool:
+    """Guess it by where the value says that it comes from; a wrong guess makes code that is refused."""
+    here = function.__globals__
+    if name not in here or name in function.__code__.co_freevars:
+        return False
+    value = here[name]
+    return isinstance(value, types.ModuleType) or getattr(value, "__module__", None) not in (
+        None,
+        here.get("__name__"),
+    )
+
+
 def _compiled(function: types.FunctionType, tree: ast.FunctionDef, more: tuple[str, ...]) -> types.CodeType:
     """Compile a method inside a function whose arguments are what it takes from outside."""
     names = (*function.__code__.co_freevars, *more)
-    outer = ast.parse(f"def outer({', '.join(names)}): pass")
-    assert isinstance(outer.body[0], ast.FunctionDef)
-    outer.body[0].body = [tree]
+    # Calls of what a name's module has are other instructions where the name was imported; nothing runs.
+    used = {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
+    imports = "".join(f"import {name}\n" for name in sorted(used) if _imported(function, name))
+    outer = ast.parse(f"{imports}def outer({', '.join(names)}): pass")
+    assert isinstance(outer.body[-1], ast.FunctionDef)
+    outer.body[-1].body = [tree]
     ast.fix_missing_locations(outer)
     code = function.__code__
     compiled = compile(outer, code.co_filename, "exec", flags=code.co_flags & _FUTURES, dont_inherit=True)

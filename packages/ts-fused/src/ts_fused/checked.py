@@ -200,8 +200,8 @@ def _likeness(kind: str, module: nn.Module) -> tuple[Any, ...]:
     if kind == "rms_norm":
         return *state_of(module), module.weight.numel()  # type: ignore[operator]
     if kind == "add_rms_norm":
-        norms: list[Any] = [module._modules[name] for name in norms_of_sums(module)]
-        return type(module), *((*state_of(norm), norm.weight.numel()) for norm in norms)
+        norms: list[tuple[str, Any]] = [(name, module._modules[name]) for name in norms_of_sums(module)]
+        return type(module), *((name, *state_of(norm), norm.weight.numel()) for name, norm in norms)
     name = _activation_name(module) if kind == "gated_mlp" else None
     if name is not None:
         # Adapters and other classes of linear layers do not matter: small plain ones stand for them.

@@ -155,7 +155,8 @@ class _LoraLinears(torch.autograd.Function):
             for scaling in form.scalings:
                 out.addmm_(lows[at], factors[at].t(), alpha=scaling)
                 at += 1
-            outs.append(out.view(*shape[:-1], out.shape[-1]))
+            # No view: whoever gets one of several may change it in place.
+            outs.append(torch.ops.aten._unsafe_view(out, (*shape[:-1], out.shape[-1])))
         ctx.save_for_backward(x if downs else None, low, *downs, *ups, *kept)
         ctx.form = forms, shape, dtype, [t.dtype for t in tensors]
         ctx.set_materialize_grads(False)
@@ -201,7 +202,8 @@ def _backward(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None
             used.append(grad is not None and needs[at])
             # Scaled before the rounding. With beta 0 the first tensor of `addmm` gives its shape alone.
             if grad is None:
-                backs[n].zero_()
+                if backs:
+                    backs[n].zero_()
             else:
                 if backs:
                     backs[n].addmm_(grad, factors[n], beta=0, alpha=scaling)
@@ -218,7 +220,7 @@ def _backward(ctx: Any, grads: tuple[Tensor | None, ...]) -> tuple[Tensor | None
     grad_x = None
     if needs_x:
         grad_x = _gradient_of_x(forms, parts, flat, dtype)
-        if stacked is not None:
+        if back is not None and stacked is not None:
             grad_x.addmm_(back, stacked)
         grad_x = grad_x.view(shape)
     return (grad_x, None, *_in_dtypes(results, dtypes))

@@ -355,7 +355,11 @@ def plan_fields(engine: engines.Engine, moved: dict, step_s: float, link: float)
             "optimizer": session.plan.optimizer,
             "slots": session.plan.slots,
             "tiers": {tier: tiers.count(tier) for tier in sorted(set(tiers))},
-            "predicted_gb": {key: round(size / 1e9, 3) for key, size in session.plan.predicted.items()},
+            "predicted_gb": {
+                key: round(size / 1e9, 3)
+                for key, size in session.plan.predicted.items()
+                if key not in ("step_s", "tokens")
+            },
         },
         "paged_blocks": sum(row["tier"] != "device" for row in blocks),
         "blocks": len(blocks),

@@ -108,6 +108,41 @@ def test_a_forecast_is_set_beside_what_was_measured(folder, tmp_path):
     assert report(folder, "--plan", tmp_path / "plan.json").exit_code == 2
 
 
+def step_rows(events, *words):
+    found = json.loads(report(events, *words, "--json").stdout)["predicted"]
+    return {row["what"]: row for row in found if "step time" in row["what"]}
+
+
+@pytest.mark.parametrize(("tokens", "shown"), [(512, True), (500, True), (2048, False), (64, False)])
+def test_the_step_time_of_the_plan_is_compared_with_steps_of_as_many_tokens(tmp_path, tokens, shown):
+    lines = made_up()
+    (plan,) = [line["plan"] for line in lines if line["event"] == "plan"]
+    plan["predicted"] |= {"step_s": 0.4, "tokens": tokens}
+    rows = step_rows(write(tmp_path / "events.jsonl", lines))
+    assert list(rows) == (["step time"] if shown else [])
+    if shown:
+        assert rows["step time"] == {
+            "what": "step time", "predicted": 0.4, "measured": 0.5, "unit": "s", "error": pytest.approx(-0.2),
+        }  # fmt: skip
+
+
+def test_the_step_time_is_not_compared_where_nobody_told_of_tokens(tmp_path):
+    lines = made_up()
+    for line in lines:
+        if line["event"] == "plan":
+            line["plan"]["predicted"] |= {"step_s": 0.4, "tokens": 512}
+        line.pop("tokens", None)
+    assert step_rows(write(tmp_path / "events.jsonl", lines)) == {}
+
+
+@pytest.mark.parametrize(("rate", "shown"), [(1280.0, True), (5120.0, False)])
+def test_a_forecast_of_other_tokens_is_not_compared(folder, tmp_path, rate, shown):
+    forecast = {"step_s": 0.4, "tokens_per_s": rate, "device_bytes": 3 * GIB}
+    (tmp_path / "plan.json").write_text(json.dumps({"event": "plan", "prediction": forecast}))
+    rows = step_rows(folder, "--plan", tmp_path / "plan.json")
+    assert list(rows) == (["forecast: step time"] if shown else [])
+
+
 def test_the_page_stands_alone_and_nothing_in_it_is_taken_for_markup(folder, tmp_path):
     result = report(folder, "--html", tmp_path / "out" / "r.html")
     assert result.exit_code == 0, result.stderr

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from ts_core.errors import CheckpointError
 from ts_core.memory import format_bytes
-from ts_core.plan import BlockPlan, Numerics, Plan
+from ts_core.plan import BlockPlan, Numerics, Plan, same_step, step_seconds
 
 HEADER = ["group", "kind", "tier", "codec", "activations", "optimizer", "bytes"]
 blocks = st.builds(
@@ -94,6 +94,30 @@ def test_the_table_folds_alike_blocks_and_adds_up():
         "disk        6.00 MiB planned",
         "slots       2",
     ]
+
+
+def test_the_table_says_how_long_a_step_was_predicted_to_take():
+    plan = Plan("cpu", stack(1), predicted={"device": 0, "step_s": 0.01234, "tokens": 2048})
+    assert plan.table().splitlines()[2:] == ["step        0.0123 s of 2,048 tokens planned"]
+    assert Plan.from_json(plan.to_json()) == plan
+
+
+@given(st.integers(1, 10**6), st.floats(0.0, 3.0), st.floats(1e-6, 1e3))
+def test_a_step_time_is_predicted_for_about_as_many_tokens_only(planned, share, seconds):
+    tokens = round(planned * share)
+    found = step_seconds({"step_s": seconds, "tokens": planned, "device": 1}, tokens)
+    alike = tokens > 0 and 10 * abs(tokens - planned) <= planned
+    assert found == (seconds if alike else None)
+    assert same_step(planned, tokens) == alike
+
+
+@pytest.mark.parametrize(
+    ("predicted", "tokens"),
+    [({}, 8), ({"device": 1}, 8), ({"step_s": 0.0, "tokens": 8}, 8), ({"step_s": 1.0}, 8),
+     ({"step_s": 1.0, "tokens": 8}, 0), ({"step_s": 1.0, "tokens": 8}, None)],
+)  # fmt: skip
+def test_without_a_prediction_or_tokens_there_is_no_time_to_compare(predicted, tokens):
+    assert step_seconds(predicted, tokens) is None
 
 
 @given(plans)

@@ -469,6 +469,7 @@ def make_plan(
     # Weights that moved up one codec are part of the codec asked for.
     used = {decided.codec} if decided.precise else {row.codec for row in rows} - {"none"}
     layout, budgets = decided.layout, bounds.budgets
+    step = {"step_s": decided.step_s, "tokens": decided.tokens} if decided.step_s else {}
     return Plan(
         device=str(device),
         blocks=tuple(rows),
@@ -494,5 +495,6 @@ def make_plan(
             "activations": decided.reserve,
             "host": layout.host_bytes,
             "disk": layout.disk_bytes,
+            **step,
         },
     )

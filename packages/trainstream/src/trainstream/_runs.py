@@ -15,6 +15,7 @@ from trainstream import _timeline
 from trainstream._bound import LIMITERS, advice
 from ts_core.errors import OptionError
 from ts_core.lines import read_lines
+from ts_core.plan import same_step, step_seconds
 
 __all__ = [
     "EVENTS_FILE",
@@ -256,6 +257,12 @@ def _peaks(run: Run) -> dict[str, int]:
     return found
 
 
+def _times(run: Run) -> dict[str, float | None]:
+    """The median of seconds and of tokens of a settled step."""
+    steps = settled(run)
+    return {name: _median([step[name] for step in steps]) for name in ("step_s", "tokens")}
+
+
 def _ram(tiers: dict[str, float]) -> float:
     return tiers.get("device", 0.0) + tiers.get("host", 0.0)
 
@@ -269,11 +276,13 @@ def compare(run: Run, forecast: dict[str, Any] | None) -> list[dict[str, Any]]:
 
     Returns:
         Rows of `what`, `predicted`, `measured`, `unit` ("bytes" or "s") and `error` (share), those of the
-        run's own plan first.
+        run's own plan first. Times are compared only where the tokens of a step are known and about those of
+        the prediction.
     """
     peaks, plan = _peaks(run), run.plan or {}
     predicted = numbers(plan.get("predicted"))
     cuda = str(plan.get("device", "")).startswith("cuda")
+    taken = _times(run)
     weights, held = "device: weights, buffers, gradients, state", peaks["device_bytes"]
     if not cuda:  # both are RAM there
         held = max((int(_ram(step["tiers"])) for step in run.steps), default=0)
@@ -281,17 +290,20 @@ def compare(run: Run, forecast: dict[str, Any] | None) -> list[dict[str, Any]]:
         (weights, predicted.get("device"), held, "bytes"),
         ("host: weights and optimizer state", predicted.get("host"), peaks["host_bytes"], "bytes"),
         ("disk: weights and optimizer state", predicted.get("disk"), peaks["disk_bytes"], "bytes"),
-        ("step time", predicted.get("step_s"), _median([s["step_s"] for s in settled(run)]), "s"),
+        ("step time", step_seconds(predicted, taken["tokens"]), taken["step_s"], "s"),
     ]
     forecast = numbers(forecast)
     if forecast:
         above = max(peaks["host_used_bytes"] - int(number(run.start.get("baseline_bytes")) or 0), 0)
         device = peaks["device_peak_bytes"] if cuda else above
+        # A prediction of `trainstream plan` has its tokens as a rate.
+        work = forecast.get("step_s", 0.0) * forecast.get("tokens_per_s", 0.0)
+        other = bool(work and taken["tokens"]) and not same_step(work, taken["tokens"])
         rows += [
             ("forecast: device peak", forecast.get("device_bytes"), device, "bytes"),
             ("forecast: host", forecast.get("host_bytes") if cuda else None, above, "bytes"),
             ("forecast: disk", forecast.get("disk_bytes"), peaks["disk_bytes"], "bytes"),
-            ("forecast: step time", forecast.get("step_s"), rows[3][2], "s"),
+            ("forecast: step time", None if other else forecast.get("step_s"), taken["step_s"], "s"),
         ]
     found = []
     for what, expected, measured, unit in rows:

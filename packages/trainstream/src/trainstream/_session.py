@@ -25,7 +25,7 @@ from trainstream._tracer import TRACE_VARIABLE, Tracer
 from trainstream._watch import Watch
 from ts_core.blocks import BlockMap
 from ts_core.memory import format_bytes
-from ts_core.plan import Plan
+from ts_core.plan import Plan, step_seconds
 from ts_core.trace import EventLog
 
 if TYPE_CHECKING:
@@ -70,6 +70,7 @@ class Session:
         relief: Makes room where memory is short.
         kernels: Which modules run fused paths.
         watch: Looks at memory once a step and at every input.
+        told: Tokens that `tell` was told of since the last step.
         saving: The latest save in the background, perhaps under way, or None.
         undo: What `unwrap()` calls beside taking back what it knows of.
         recorders: The event files that are written.
@@ -78,7 +79,8 @@ class Session:
             for the first),
             ``device_peak_bytes`` (0 on the CPU) and ``host_peak_bytes`` (peak resident size of the process);
             ``predicted_device_bytes`` and ``predicted_host_bytes`` (what the plan of that step reckons with:
-            weights, gradients, state, slots and activations of this model alone).
+            weights, gradients, state, slots and activations of this model alone); ``tokens`` of the step as
+            far as `tell` was told, and ``predicted_step_s`` for a step of as many (0.0: none was predicted).
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class Session:
         self.recorders: list[Recorder] = []
         self.tracer: Tracer | None = None
         self._last: float | None = None
+        self.told = 0
         self._hooks: list[RemovableHandle] = []
         self._reach: ReachCheck | None = None
         self.relief: Relief
@@ -334,7 +337,8 @@ class Session:
         return recorder
 
     def tell(self, tokens: int) -> None:
-        """Tell the event files of tokens that are trained on; it costs a call and an addition."""
+        """Tell of tokens that are trained on, before the step ends; `train_step` does it by itself."""
+        self.told += tokens
         for recorder in self.recorders:
             recorder.tell(tokens)
 
@@ -388,8 +392,11 @@ class Session:
                 "predicted_device_bytes": self.plan.predicted.get("device", 0)
                 + self.plan.predicted.get("activations", 0),
                 "predicted_host_bytes": self.plan.predicted.get("host", 0),
+                "tokens": self.told,
+                "predicted_step_s": step_seconds(self.plan.predicted, self.told) or 0.0,
             }
         )
+        self.told = 0
         self._last = now
         if self.tuner is not None:
             self.tuner.after_step(self)

@@ -33,6 +33,8 @@ def train_step(
         run_again(session, partial(_forward_and_backward, session, batch, loss, len(batches)))
         for batch in batches
     ]
+    if not session.told:  # a loop of one's own may know better, with padding left out
+        session.tell(sum(map(_ids_in, batches)))
     try:
         optimizer.step()
     except Exception as error:
@@ -63,6 +65,15 @@ def _call(model: Callable[..., Any], batch: Any) -> Any:
     if isinstance(batch, tuple | list):
         return model(*batch)
     return model(batch)
+
+
+def _ids_in(batch: Any) -> int:
+    """Count the token ids of a micro-batch, if it is a language model's; else 0."""
+    first = batch[0] if isinstance(batch, tuple | list) and batch else batch
+    if isinstance(batch, Mapping):
+        first = batch.get("input_ids")
+    ids = isinstance(first, Tensor) and first.dim() == 2 and not first.is_floating_point()
+    return first.numel() if ids else 0
 
 
 def _loss_in(output: Any) -> Tensor:

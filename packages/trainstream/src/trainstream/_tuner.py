@@ -318,6 +318,7 @@ class Tuner:
         paged, settled = frozenset(self._paged), frozenset(self._settled)
         layout = layout_of(self._specs, paged, self._limits.budgets, slots=self._slots, settled=settled)
         predicted = {
+            **session.plan.predicted,  # the step that was predicted is that of the end: what settles returns
             "device": layout.device_bytes,
             "activations": self.governor.kept if self.governor is not None else 0,
             "host": layout.host_bytes,

@@ -161,6 +161,8 @@ def plan_of(spec: ModelSpec, found: Found, room: Room, *, job: Job, device: str 
             "activations": taken.activation_bytes,
             "host": taken.host_bytes,
             "disk": taken.disk_bytes,
+            "step_s": taken.step_s,
+            "tokens": job.batch * job.seq_len,
         },
     )
 

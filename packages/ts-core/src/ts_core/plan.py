@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any
 
 from ts_core.errors import CheckpointError
 from ts_core.memory import format_bytes
 
-__all__ = ["BlockPlan", "Numerics", "Plan"]
+__all__ = ["BlockPlan", "Numerics", "Plan", "same_step", "step_seconds"]
 
 _FORMAT = 1
+#: Steps are compared where their tokens differ by no more than this share.
+_ALIKE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,6 +47,38 @@ class BlockPlan:
     bytes: int = 0
     settled: bool = False
     optimizer: str = ""
+
+
+def same_step(planned: float, tokens: float | None) -> bool:
+    """Whether two optimizer steps are of about as many tokens, so that their times can be compared.
+
+    Args:
+        planned: Tokens of the one that was predicted.
+        tokens: Of the one that was measured; None or 0 where nobody has said.
+
+    Example:
+        >>> same_step(2048, 2000), same_step(2048, 512), same_step(2048, None)
+        (True, False, False)
+    """
+    return bool(planned and tokens) and abs((tokens or 0) - planned) <= _ALIKE * planned
+
+
+def step_seconds(predicted: Mapping[str, float], tokens: float | None) -> float | None:
+    """Return the seconds that a step of so many tokens was predicted to take.
+
+    Args:
+        predicted: Of a plan.
+        tokens: Of the step; None or 0 where nobody has said.
+
+    Returns:
+        Seconds, or None where there is no prediction, or one for another number of tokens.
+
+    Example:
+        >>> step_seconds({"step_s": 0.5, "tokens": 2048}, 2048)
+        0.5
+    """
+    seconds = predicted.get("step_s")
+    return seconds if seconds and same_step(predicted.get("tokens", 0), tokens) else None
 
 
 def _alike(block: BlockPlan) -> BlockPlan:
@@ -99,7 +134,8 @@ class Plan:
         budgets: Bytes that may be used of ``device``, ``host`` and ``disk``; on a CPU run device and host are
             the same RAM.
         predicted: Bytes that the placement takes of each, and of ``activations`` beside ``device``: a guess
-            before anything was measured, then what is kept.
+            before anything was measured, then what is kept. Where the step was predicted too, ``step_s``
+            (seconds of an optimizer step once a run is under way) and ``tokens`` (of that step).
 
     Example:
         >>> plan = Plan(device="cpu", blocks=(BlockPlan("layers.0"),))
@@ -114,7 +150,7 @@ class Plan:
     prefetch_depth: int = 1
     slots: int = 0
     budgets: dict[str, int] = dataclasses.field(default_factory=dict)
-    predicted: dict[str, int] = dataclasses.field(default_factory=dict)
+    predicted: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def policy(self) -> tuple[str, ...]:
@@ -150,9 +186,12 @@ class Plan:
             for row in rows
         ]
         for tier, predicted in self.predicted.items():
-            if predicted:
+            if predicted and tier not in ("step_s", "tokens"):
                 of = f" of {format_bytes(self.budgets[tier])}" if tier in self.budgets else ""
-                lines.append(f"{words.get(tier, tier):11} {format_bytes(predicted)}{of} planned")
+                lines.append(f"{words.get(tier, tier):11} {format_bytes(int(predicted))}{of} planned")
+        if self.predicted.get("step_s"):
+            tokens = int(self.predicted.get("tokens", 0))
+            lines.append(f"step        {self.predicted['step_s']:.3g} s of {tokens:,} tokens planned")
         if self.slots:
             lines.append(f"slots       {self.slots}")
         return "\n".join(lines)

@@ -62,6 +62,7 @@ def test_both_spellings_set_the_same_thing():
             "lr_scheduler_type": "linear",
             "dtype": "fp32",
             "packing": "true",
+            "held_out": "0.5",
             "resume_from_checkpoint": "d",
         }.get(
             name,

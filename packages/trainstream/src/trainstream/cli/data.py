@@ -34,7 +34,6 @@ __all__ = [
     "to_device",
 ]
 
-HELD_OUT_SHARE = 0.1
 BUILT_IN_BYTES = 2_000_000
 # What a folder is searched for; a file that is named itself is read whatever its name.
 _SUFFIXES = frozenset(
@@ -174,8 +173,8 @@ def load_data(settings: Settings, tokenizer: Any, sources: Sources | None = None
     """Tokenize and split the data of a run.
 
     Args:
-        settings: `data`, `eval_data`, `max_length` and `packing` are used. Without `data` it is Python source
-            text.
+        settings: `data`, `eval_data`, `held_out`, `max_length` and `packing` are used. Without `data` it is
+            Python source text.
         tokenizer: A transformers tokenizer.
         sources: The documents; None reads them here.
 
@@ -188,7 +187,7 @@ def load_data(settings: Settings, tokenizer: Any, sources: Sources | None = None
         StorageError: A file cannot be read.
     """
     read = sources or read_sources(settings)
-    share = HELD_OUT_SHARE if read.held_out is None else 0.0
+    share = settings.held_out if read.held_out is None else 0.0
     # One split for all seeds: runs that differ in the seed are compared on the same documents.
     tokenize = partial(ts_hf.text_dataset, tokenizer=tokenizer, seq_len=settings.max_length, seed=0)
     tokenize = partial(tokenize, packing=settings.packing)
@@ -196,8 +195,8 @@ def load_data(settings: Settings, tokenizer: Any, sources: Sources | None = None
     train, held_out = made.train, made.held_out
     if read.held_out is not None:
         held_out = tokenize(read.held_out, held_out=0.0).train
-    elif not len(held_out) and len(train) > 1:
-        cut = len(train) - max(1, round(len(train) * HELD_OUT_SHARE))
+    elif share and not len(held_out) and len(train) > 1:
+        cut = len(train) - max(1, round(len(train) * share))
         train, held_out = _part(train, slice(cut)), _part(train, slice(cut, None))
     name = ", ".join(settings.data) or "this Python's library source"
     return Data(

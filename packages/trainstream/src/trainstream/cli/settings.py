@@ -14,6 +14,7 @@ from typing import Any
 
 import yaml
 
+from trainstream.cli.axolotl import is_axolotl, translate
 from ts_core.errors import OptionError
 from ts_core.memory import parse_bytes
 from ts_core.options import boolean, choice, fraction, integer, number
@@ -98,6 +99,10 @@ def _fraction(key: str, value: Any) -> float:
     return fraction(key, _as_number(value))
 
 
+def _share(key: str, value: Any) -> float:
+    return fraction(key, _as_number(value), 0.0, 0.9)
+
+
 def _one_of(*accepted: str) -> Callable[[str, Any], str]:
     def convert(key: str, value: Any) -> str:
         return choice(key, value.lower() if isinstance(value, str) else value, accepted)
@@ -153,6 +158,9 @@ class Settings:
     model: str = _key("smollm2", _str, "local folder, hub id, .gguf file, or smollm2", "model_name_or_path")
     data: tuple[str, ...] = _key((), _strs, "files, folders, globs; default: this Python's library source")
     eval_data: tuple[str, ...] = _key((), _strs, "held-out files; default: documents set aside from data")
+    held_out: float = _key(
+        0.1, _share, "share of the documents set aside for evaluation, 0 for none", "val_set_size"
+    )
     method: str = _key("lora", _one_of("lora", "full"), "lora: adapters on a frozen base; full: every weight")
     quantize: str | None = _key(
         None, _codec, "codec of the frozen base: nf4, int8, fp8, nvfp4 or none; default nf4 (full: none)"
@@ -257,6 +265,10 @@ def changed(data: Mapping[str, Any]) -> dict[str, Any]:
     """Return those entries of `Settings.to_json()` that are not the defaults."""
     defaults = Settings().to_json()
     return {key: value for key, value in data.items() if key not in defaults or value != defaults[key]}
+
+
+def _known(key: str) -> bool:
+    return key in _FIELDS or key in ALIASES or key.startswith("wrap.")
 
 
 def canonical(key: str) -> str:
@@ -390,6 +402,8 @@ def from_words(words: Iterable[str]) -> tuple[Settings, dict[str, Any]]:
                 raise OptionError(f"two config files given: {config_seen} and {word}")
             config_seen = word
             config = read_config(Path(word))
+            if is_axolotl(config):
+                config = translate(config, _known)
             continue
         key, value = parse_word(word)
         if key in pairs:

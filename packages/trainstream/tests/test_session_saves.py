@@ -153,6 +153,12 @@ def test_attention_that_no_step_had_decided_stays_open(tmp_path):
     assert "attention" not in saved.force({}, build())
     session_of(model).load_optimizer(tmp_path / "a")
     assert choice.open
+    choice.open, choice.backend = False, "flash"
+    session_of(model).kernels._measured(choice)
+    session_of(model).load_optimizer(tmp_path / "a")  # of before the measurement
+    other, _ = run(attention="math")
+    with pytest.raises(CheckpointError, match=r"option attention: .* with None, given 'math'"):
+        session_of(other).load_optimizer(tmp_path / "a")
 
 
 @pytest.mark.gpu

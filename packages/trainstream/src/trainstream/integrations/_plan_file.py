@@ -196,8 +196,9 @@ class SavedPlan:
         for field in dataclasses.fields(Numerics):
             name = field.name
             before, after = getattr(self.plan.numerics, name), getattr(now, name)
-            unsettled = name in self.undecided or (name == "attention" and _attention_open(session))
-            if before != after and self._matters(name) and not unsettled:
+            measured = name in self.undecided and session.options.attention == "auto"  # since then
+            left_open = name == "attention" and (measured or _attention_open(session))
+            if before != after and self._matters(name) and not left_open:
                 remedy = f"Load and wrap the model with {name}={before!r} as before"
                 raise self._differs(name, before, after, remedy)
         packed = packed_count(session.model)

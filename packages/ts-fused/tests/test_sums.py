@@ -228,6 +228,27 @@ def test_terms_of_other_kinds_are_added_by_pytorch(monkeypatch):
     assert calls == []
 
 
+class Widened(LlamaNorm):
+    """Under autocast its result is fp32, as that of PyTorch's own norm is on a GPU."""
+
+    def forward(self, x):
+        return super().forward(x.float() if torch.is_autocast_enabled(x.device.type) else x)
+
+
+def test_a_norm_that_autocast_changes_runs_its_own_code_there(monkeypatch):
+    layer, x = Layer(), torch.randn(2, 5, 32, dtype=torch.bfloat16)
+    layer.second = Widened()
+    layer.to(torch.bfloat16)
+    layer.attention = nn.Identity()
+    assert patch_fused(layer).patched == ("", "first", "second", "third")
+    calls = count_sums(monkeypatch)
+    for enabled in (False, True):
+        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16, enabled=enabled):
+            assert layer.second(x).dtype is (torch.float32 if enabled else torch.bfloat16)
+            layer(x)
+    assert len(calls) == 1
+
+
 def test_copies_pickles_and_compiled_layers():
     layer = randomized(Layer())
     x = torch.randn(3, 32)

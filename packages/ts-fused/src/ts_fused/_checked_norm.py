@@ -23,11 +23,19 @@ class NormForm(NamedTuple):
         epsilon: Name of the attribute that holds it.
         offset: Added to the weight.
         pairs: Dtypes of input and weight for which that was found.
+        autocast: Whether autocast leaves the norm as it is; it does not change the fused one.
     """
 
     epsilon: str
     offset: float
     pairs: frozenset[tuple[torch.dtype, torch.dtype]]
+    autocast: bool
+
+    def holds(self, x: Tensor, weight: Tensor) -> bool:
+        """Whether the norm computes this now, for such an input and weight."""
+        return (x.dtype, weight.dtype) in self.pairs and (
+            self.autocast or not torch.is_autocast_enabled(x.device.type)
+        )
 
 
 def _epsilon_name(module: nn.Module) -> str | None:
@@ -65,16 +73,33 @@ def _compare_norm(
 
 
 def _norm_forward(form: NormForm) -> Callable[..., Any]:
-    name, offset, pairs = form
+    name, offset = form.epsilon, form.offset
 
     def forward(module: Any, *args: Any, **kwargs: Any) -> Any:
         x = args[0] if len(args) == 1 and not kwargs else None
         weight = module.weight
-        if isinstance(x, Tensor) and (x.dtype, weight.dtype) in pairs:
+        if isinstance(x, Tensor) and form.holds(x, weight):
             return norm_of(x, weight, getattr(module, name), offset)
         return type(module).forward(module, *args, **kwargs)
 
     return forward
+
+
+def _same_under_autocast(
+    module: nn.Module, device: torch.device, pairs: frozenset[tuple[torch.dtype, torch.dtype]]
+) -> bool:
+    """Tell whether autocast changes no bit; that of a GPU widens PyTorch's own RMSNorm, for instance."""
+    hidden, twin = module.weight.numel(), twin_of(module, {}, True)  # type: ignore[operator]
+    with torch.no_grad():
+        for of_x, of_weight in pairs:
+            x = random_tensor((3, hidden), device, of_x, 0)
+            given = {"weight": random_tensor((hidden,), device, of_weight, 1)}
+            want = torch.func.functional_call(twin, given, (x,))
+            with torch.autocast(device.type):
+                got = torch.func.functional_call(twin, given, (x,))
+            if got.dtype is not want.dtype or not torch.equal(got, want):
+                return False
+    return True
 
 
 def check_norm(module: nn.Module, device: torch.device, dtype: torch.dtype) -> Verdict:
@@ -105,7 +130,8 @@ def check_norm(module: nn.Module, device: torch.device, dtype: torch.dtype) -> V
                     continue
                 if not _compare_norm(module, eps, offset, device, pair, 1.0, True).reason:
                     pairs.add(pair)
-            form = NormForm(name, offset, frozenset(pairs))
+            found_for = frozenset(pairs)
+            form = NormForm(name, offset, found_for, _same_under_autocast(module, device, found_for))
             return replace(total.with_forward(f"offset {offset:.0f}", _norm_forward(form)), form=form)
     assert first is not None
     return first

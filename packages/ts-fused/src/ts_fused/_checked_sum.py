@@ -140,7 +140,7 @@ def norms_of_sums(module: nn.Module) -> tuple[str, ...]:
 
 def _sum_and_norm(forms: dict[str, tuple[type, NormForm]]) -> Callable[..., Any]:
     def helper(a: Any, b: Any, norm: Any, name: str) -> tuple[Any, Any]:
-        kind, (epsilon, offset, pairs) = forms[name]
+        kind, form = forms[name]
         if type(norm) is kind and type(a) is Tensor and type(b) is Tensor:
             own = norm.__dict__
             weight = own["_parameters"].get("weight")
@@ -149,7 +149,7 @@ def _sum_and_norm(forms: dict[str, tuple[type, NormForm]]) -> Callable[..., Any]
             if (
                 weight is not None
                 and a.dtype is b.dtype
-                and (a.dtype, weight.dtype) in pairs
+                and form.holds(a, weight)
                 and a.shape == b.shape
                 and a.device == b.device == weight.device
                 and (stands is None or type(stands) is FusedForward)
@@ -157,7 +157,7 @@ def _sum_and_norm(forms: dict[str, tuple[type, NormForm]]) -> Callable[..., Any]
                 and not (own["_backward_hooks"] or own["_backward_pre_hooks"])
                 and not any_global_hook()
             ):
-                return sum_and_norm(a, b, weight, getattr(norm, epsilon), offset)
+                return sum_and_norm(a, b, weight, getattr(norm, form.epsilon), form.offset)
         total = a + b
         return norm(total), total
 

@@ -91,8 +91,9 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float = 1e-6, *, offset: float = 0.
     intermediate to the dtype of `x`; the weight gradient is summed in fp32 over fixed chunks of rows and a
     fixed tree, whatever the number of threads or the instruction set.
 
-    Autocast does not change it: the dtypes are those of the arguments, as in the modules. It cannot be
-    differentiated twice; the second backward raises.
+    Autocast does not change it: the dtypes are those of the arguments, as in the modules of transformers;
+    `patch_fused` leaves a norm that autocast does change (PyTorch's own on a GPU) to its own code there. It
+    cannot be differentiated twice; the second backward raises.
 
     Args:
         x: `(..., H)`, float32, bfloat16 or float16, CPU or CUDA, any strides (copied when not contiguous).

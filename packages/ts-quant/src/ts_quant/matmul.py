@@ -48,17 +48,19 @@ DECODE = Matmul(tensor_cores=False)
 """Decode before each use."""
 
 
-class _Here(threading.local):
+class _Here:
     emulates = 0
 
 
-_here = _Here()
+_here, _counting = _Here(), threading.Lock()
 _found: dict[tuple[str, int], str] = {}
 
 
 @contextlib.contextmanager
 def emulated() -> Iterator[None]:
-    """Compute in this thread as tensor cores would, on any device: slow, for tests and quality figures.
+    """Compute as tensor cores would, on any device: slow, for tests and quality figures.
+
+    It holds in every thread: those of autograd run the backward passes of GPUs and what these recompute.
 
     Example:
         >>> from ts_quant import quantize
@@ -68,11 +70,13 @@ def emulated() -> Iterator[None]:
         >>> float(y[0, 0])  # 32 * 0.11 where 0.11 is the row's maximum, and exact
         3.515625
     """
-    _here.emulates += 1
+    with _counting:
+        _here.emulates += 1
     try:
         yield
     finally:
-        _here.emulates -= 1
+        with _counting:
+            _here.emulates -= 1
 
 
 def multiplies(codec: str, device: torch.device) -> bool:

@@ -1,5 +1,7 @@
 """Training through packed weights: gradients of the decoded weight, only packed bytes kept for backward."""
 
+import threading
+
 import pytest
 import torch
 from hypothesis import given
@@ -9,6 +11,8 @@ from torch.utils.checkpoint import checkpoint
 
 from ts_core.testing import assert_bit_equal, devices, make_tensor
 from ts_quant import QuantizedTensor, quantize
+from ts_quant.matmul import Matmul, emulated, how
+from ts_quant.products import PRODUCTS
 
 CODECS = ("nf4", "int8")
 
@@ -204,3 +208,14 @@ def test_compiles_a_module(fresh_compiler):
     compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
     x = make_tensor((3, 64), seed=5)
     assert_bit_equal(compiled(x).detach(), layer(x).detach())
+
+
+def test_the_emulation_holds_in_the_threads_of_autograd():
+    found = []
+    given = "fp8_row", (64, 64), torch.bfloat16, torch.device("cpu"), Matmul()
+    with emulated(), emulated():
+        thread = threading.Thread(target=lambda: found.append(how(*given)))
+        thread.start()
+        thread.join()
+    assert found == [(PRODUCTS["fp8_row"], True, False)]
+    assert how(*given) is None

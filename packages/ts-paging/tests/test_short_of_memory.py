@@ -54,4 +54,4 @@ def test_what_stays_free_is_a_share_of_the_container_s_ram(monkeypatch, total, l
     for module in (activations, arena):
         monkeypatch.setattr(module, "host_budget", lambda: budget)
     assert HostActivations().floor_bytes == floor
-    assert arena._ram_to_lock() == lock
+    assert arena.lockable_bytes() == lock

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainstream import _session
+from trainstream._copies import page_lock
 from trainstream._options import WrapOptions
 from ts_core import memory
 from ts_core.headroom import arena_growth, unplanned
@@ -124,7 +125,10 @@ def limits(
         most = cap if cap is not None else outside + max(ram, 0)
         budgets = Budgets(ram - spare, None, disk)
         return Limits(budgets, cap, _Meter(most), most - spare, others=outside, hard=most)
-    return _device_limits(tensors, device, options, ram, disk, others)
+    found = _device_limits(tensors, device, options, ram, disk, others)
+    return dataclasses.replace(
+        found, budgets=dataclasses.replace(found.budgets, page_lock=page_lock(options, own_ram))
+    )
 
 
 def _device_limits(

@@ -11,9 +11,10 @@ import ts_paging
 from trainstream._options import WrapOptions
 from ts_core import registry
 from ts_core.blocks import parameter_bytes
-from ts_paging.arena import HostArena, slab_bytes_from_env
+from ts_core.headroom import arena_growth
+from ts_paging.arena import HostArena, lockable_bytes, slab_bytes_from_env
 
-__all__ = ["give_back", "let_go", "reserve", "use_fast_copies"]
+__all__ = ["give_back", "let_go", "page_lock", "reserve", "use_fast_copies"]
 
 _INFLIGHT = 1 << 30
 _LEAST_SLAB = 16 << 20
@@ -40,8 +41,7 @@ def use_fast_copies(device: torch.device, options: WrapOptions) -> None:
         if not isinstance(allocator, ts_paging.PinnedAllocator):
             registry.set_host_allocator(ts_paging.PinnedAllocator())
         return
-    named = None if options.host_arena in ("auto", None) else int(options.host_arena)
-    ceiling = options.ram_budget if named is None else named
+    named, ceiling = _ceiling(options)
     if not isinstance(allocator, HostArena) or allocator.ceiling_bytes != ceiling:
         slab = slab_bytes_from_env()
         if ceiling is not None:
@@ -50,6 +50,35 @@ def use_fast_copies(device: torch.device, options: WrapOptions) -> None:
         registry.set_host_allocator(allocator)
     if named is not None:
         allocator.reserve(named)
+
+
+def _ceiling(options: WrapOptions) -> tuple[int | None, int | None]:
+    """Return what ``host_arena`` names, and what all slabs may take."""
+    named = None if options.host_arena in ("auto", None) else int(options.host_arena)
+    return named, options.ram_budget if named is None else named
+
+
+def page_lock(options: WrapOptions, own: int) -> int | None:
+    """Return the bytes that a model may have page-locked, by the limits that the arena keeps to.
+
+    Args:
+        options: ``host_arena`` and ``ram_budget``.
+        own: Bytes of the model that are in RAM already; they make room when they move.
+
+    Returns:
+        Bytes, less what the arena's last slab may waste; None where each tensor is page-locked by itself.
+    """
+    if options.host_arena is False:
+        return None
+    arena = registry.host_allocator()
+    stats = arena.stats() if isinstance(arena, HostArena) else None
+    reserved, live = (0, 0) if stats is None else (stats.reserved_bytes, stats.live_bytes)
+    most = lockable_bytes() + own + reserved - live
+    _, ceiling = _ceiling(options)
+    if ceiling is not None:
+        most = min(most, ceiling - max(live - own, 0))
+    most = max(most, 0)
+    return most - arena_growth(most)
 
 
 def reserve(paged: Iterable[Tensor]) -> None:

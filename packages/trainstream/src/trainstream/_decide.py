@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 import ts_quant
 from trainstream._budget import Limits
-from trainstream._first import TOKENS, Planned, Question, first_plan, question
+from trainstream._first import TOKENS, Planned, Question, first_plan, question, unlocked
 from trainstream._inventory import Inventory, reserve_for
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked
@@ -167,6 +167,12 @@ def decide(
     # Adapters and other small tensors keep exact moments: they are few.
     tried = formats if any(s.updated for s in specs_of(codecs[0], formats[0])) else formats[:1]
     planned = _planned(asked, codecs, tried, options, least_layout, dry)
+    lock = bounds.budgets.page_lock
+    if planned is None and lock is not None:  # results are the same with ordinary memory
+        loose = dataclasses.replace(asked, budgets=dataclasses.replace(bounds.budgets, page_lock=None))
+        planned = _planned(loose, codecs, tried, options, least_layout, dry)
+        if planned is not None:
+            planned.why.append(unlocked(planned.prediction, lock))
     if planned is not None:
         found = _Found(
             planned.codec, planned.moments, planned.layout, specs_of(planned.codec, planned.moments)

@@ -31,7 +31,16 @@ from ts_core.spec import BlockSpec, ModelSpec, TensorSpec, block_of, spec_of
 from ts_quant.codecs import resolve
 from ts_quant.functional import meta_for
 
-__all__ = ["TOKENS", "Planned", "Question", "first_plan", "live_spec", "packing_of", "planned_job"]
+__all__ = [
+    "TOKENS",
+    "Planned",
+    "Question",
+    "first_plan",
+    "live_spec",
+    "packing_of",
+    "planned_job",
+    "unlocked",
+]
 
 #: Of a micro-batch, where nobody has said how long one is.
 TOKENS = 2048
@@ -239,7 +248,7 @@ def first_plan(asked: Question, codecs: Sequence[str], moments: Sequence[str], t
         capture=captured(options, asked.device),
     )
     budgets = asked.budgets
-    room = Room(max(budgets.device, 0), budgets.host, max(budgets.disk, 0))
+    room = Room(max(budgets.device, 0), budgets.host, max(budgets.disk, 0), budgets.page_lock)
     try:
         found = choose(asked.spec, job, asked.hardware, room, asked.live)
     except (DoesNotFitError, ArgumentError):
@@ -314,6 +323,15 @@ class LinkedLive(Live):
     """
 
     linked: tuple[frozenset[int], ...] = ()
+
+
+def unlocked(taken: Prediction, limit: int) -> str:
+    """Say that not all can be page-locked that a plan counts on."""
+    return (
+        f"page-lock: {format_bytes(taken.page_locked_bytes)} of RAM are copied from and to, where "
+        f"{format_bytes(limit)} can be page-locked: the rest is ordinary memory, its copies are slower than "
+        "predicted. A larger host_arena or ram_budget, or disk_offload= for files, would help"
+    )
 
 
 def _why(asked: Question, layout: Layout, kept: list[str], slots: int, tokens: int) -> list[str]:

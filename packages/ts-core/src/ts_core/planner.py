@@ -73,11 +73,14 @@ class Budgets:
         device: Memory that the model computes in.
         host: RAM under a GPU, or None where there is no such tier.
         disk: Files.
+        page_lock: Bytes of `host` that can be page-locked, for the search; None: all. `place` does not ask:
+            what cannot be is ordinary memory, whose copies are slower.
     """
 
     device: int
     host: int | None
     disk: int
+    page_lock: int | None = None
 
 
 @dataclasses.dataclass(frozen=True)

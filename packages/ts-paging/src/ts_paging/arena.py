@@ -19,7 +19,7 @@ from ts_core.trace import EventLog
 from . import _C
 from .pinned import locking_device
 
-__all__ = ["ArenaStats", "HostArena", "SlabStats", "slab_bytes_from_env"]
+__all__ = ["ArenaStats", "HostArena", "SlabStats", "lockable_bytes", "slab_bytes_from_env"]
 
 _SLAB = "TRAINSTREAM_HOST_ARENA_SLAB"
 _LEAST_SLAB = 64 << 10
@@ -147,7 +147,7 @@ class HostArena:
             self.slab_bytes = integer("slab_bytes", parse_bytes(slab_bytes, name="slab_bytes"), minimum=1)
         self.log = EventLog() if log is None else log
         self._wanted = pinned
-        self._available = available or _ram_to_lock
+        self._available = available or lockable_bytes
         self._told = False
         self._lock = Lock()
         self._pool = _C.HostPool(_UNLIMITED)
@@ -321,7 +321,21 @@ class HostArena:
         warnings.warn(text, RuntimeWarning, stacklevel=4)
 
 
-def _ram_to_lock() -> int:
+def lockable_bytes() -> int:
+    """Return the RAM that page-locking may still take.
+
+        available - min(4 GiB, RAM / 10)
+
+    `RLIMIT_MEMLOCK` does not count: CUDA page-locks past it.
+
+    Returns:
+        Bytes; negative where less than that is free.
+
+    Example:
+        >>> from ts_core.memory import host_budget
+        >>> lockable_bytes() < host_budget().whole_bytes
+        True
+    """
     budget = host_budget()
     # The machine keeps it free once, whatever number of ranks share what is left.
     return budget.available_bytes - min(_KEEP_FREE, budget.whole_bytes // 10) // budget.ranks

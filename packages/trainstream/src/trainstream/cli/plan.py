@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from trainstream.cli.console import Console
     from ts_core.hardware import HardwareProfile
     from ts_core.job import Job, Packing, Prediction, Room
+    from ts_core.search import Found
     from ts_core.spec import ModelSpec
 
 __all__ = ["Asked", "command", "run"]
@@ -44,6 +45,7 @@ class Asked:
     link: float | None = None
     tflops: float | None = None
     capture: bool = False
+    page_lock: str | None = None
 
 
 def command(
@@ -93,6 +95,9 @@ def command(
     capture: Annotated[
         bool, typer.Option("--capture", help="Blocks recorded once and replayed: wrap()'s capture=True.")
     ] = False,
+    page_lock: Annotated[
+        str | None, typer.Option("--page-lock", help="RAM that may be page-locked: wrap()'s host_arena.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object on stdout.")] = False,
     debug: Annotated[bool, typer.Option("--debug", help="Show the traceback of an error.")] = False,
 ) -> None:
@@ -102,7 +107,7 @@ def command(
     """
     asked = Asked(
         model, vram, ram, disk, seq, batch, not full, rank or _RANK, quantize, moments, prefer, micro_batch,
-        headroom, hardware, link, tflops, capture,
+        headroom, hardware, link, tflops, capture, page_lock,
     )  # fmt: skip
     from trainstream.cli import _carry_out
 
@@ -141,6 +146,7 @@ def _room(asked: Asked) -> tuple[Room, bool]:
     from ts_core.job import Room
     from ts_core.memory import device_budget, disk_budget, host_budget
     from ts_core.usage import CONTEXT_BYTES
+    from ts_paging.arena import lockable_bytes
 
     ram = _size("ram", asked.ram) if asked.ram is not None else host_budget().available_bytes
     files = _size("disk", asked.disk) if asked.disk is not None else disk_budget(tempfile.gettempdir())
@@ -151,7 +157,10 @@ def _room(asked: Asked) -> tuple[Room, bool]:
     else:
         here = device_budget("cuda")
         free = here.available_bytes + here.cached_bytes
-    return Room(max(int(free * (1 - asked.headroom)), 0), ram, files), False
+    lock = _size("page-lock", asked.page_lock) if asked.page_lock is not None else None
+    if lock is None and asked.ram is None:
+        lock = max(lockable_bytes(), 0)
+    return Room(max(int(free * (1 - asked.headroom)), 0), ram, files, lock), False
 
 
 def _profile(asked: Asked, cpu: bool) -> tuple[HardwareProfile, str]:
@@ -206,7 +215,10 @@ def _within(room: Room, spec: ModelSpec, *, inverse: bool = False) -> Room:
         )
         return dataclasses.replace(room, device=max(device, 0))
     host = ram_for(room.host) if inverse else room.host - arena_growth(room.host)
-    return dataclasses.replace(room, host=max(host, 0))
+    lock = room.page_lock
+    if lock is not None:
+        lock = ram_for(lock) if inverse else lock - arena_growth(lock)
+    return dataclasses.replace(room, host=max(host, 0), page_lock=lock)
 
 
 def _packings(names: tuple[str, ...]) -> tuple[Packing, ...]:
@@ -313,12 +325,14 @@ def run(console: Console, asked: Asked) -> int:
     Returns:
         Exit code: 0 if it fits, else 1.
     """
+    from trainstream._first import unlocked
     from ts_core.advice import explain, helps, plan_of
     from ts_core.errors import DoesNotFitError, OptionError
-    from ts_core.search import choose
     from ts_hf.header_spec import find_spec
 
     room, cpu = _room(asked)
+    if cpu and asked.page_lock is not None:
+        raise OptionError("option page-lock: memory is page-locked for a GPU; say which with --vram")
     if cpu and asked.capture:
         raise OptionError("option capture: recordings are faster on a GPU only; say which with --vram")
     hardware, source = _profile(asked, cpu)
@@ -343,13 +357,17 @@ def run(console: Console, asked: Asked) -> int:
         "batch": job.batch,
     }
     _head(console, spec, room, source, asked)
+    limit = room.page_lock
     try:
-        found = choose(spec, job, hardware, _within(room, spec))
+        found, room = _found(spec, job, hardware, room)
     except DoesNotFitError:
+        room = dataclasses.replace(room, page_lock=None)
         return _refuse(console, asked, spec, job, hardware, room, told, cpu)
     device = "cpu" if cpu else "cuda"
     plan = plan_of(spec, found, room, job=job, device=device)
     reasons = explain(spec, job, room, found)
+    if limit is not None and room.page_lock is None:
+        reasons.append(unlocked(found.prediction, limit))
     better = helps(
         spec, job, hardware, _within(room, spec), found, _alternatives(asked, job, spec, cpu, smaller=False)
     )
@@ -374,6 +392,20 @@ def run(console: Console, asked: Asked) -> int:
     if not better:
         console.say("faster     neither more memory nor a faster part of the kind that limits it gains 2 %")
     return 0
+
+
+def _found(spec: ModelSpec, job: Job, hardware: HardwareProfile, room: Room) -> tuple[Found, Room]:
+    """Search; where not all can be page-locked, with ordinary memory. Return the room of the plan too."""
+    from ts_core.errors import DoesNotFitError
+    from ts_core.search import choose
+
+    try:
+        return choose(spec, job, hardware, _within(room, spec)), room
+    except DoesNotFitError:
+        if room.page_lock is None:
+            raise
+    room = dataclasses.replace(room, page_lock=None)
+    return choose(spec, job, hardware, _within(room, spec)), room
 
 
 def _head(console: Console, spec: ModelSpec, room: Room, source: str, asked: Asked) -> None:

@@ -30,11 +30,11 @@ from .autocast import autocast_now
 from .block import PagedBlock, _version, refuse_create_graph, written_between
 from .buffers import as_they_were
 from .calls import Call, OpaqueArgument, flatten
-from .outside import FromOutside, leads_elsewhere
+from .outside import FromOutside, Names, leads_elsewhere
 from .paying import Timing
 from .rng import RandomState, as_it_was
-from .soleuse import leaves_behind, watch_use
-from .structure import Structure
+from .soleuse import comes_twice, stands_against, watch_use
+from .structure import RANDOM, Structure
 
 if TYPE_CHECKING:
     from .captured import Captures
@@ -106,6 +106,7 @@ class Interior:
         changes: How often its structure was found changed.
         renewals: How often what its code looks up outside was found changed.
         measuring: How long its runs take is being measured.
+        looking: What its next run in graph mode is looked at with.
     """
 
     def __init__(self, block: PagedBlock) -> None:
@@ -115,6 +116,7 @@ class Interior:
         self.alone = False
         self.renewals = 0
         self.measuring = False
+        self.looking: Names | None = None
         self.look(block)
 
     def look(self, block: PagedBlock) -> None:
@@ -446,7 +448,7 @@ class BlockMode:
         except OpaqueArgument as what:
             self._refuse(block, interior, str(what))
             return None
-        reason = interior.reason or self._reason(block, interior)
+        reason = interior.reason or self._reason(block, interior) or comes_twice(call.leaves)
         if reason:
             self._refuse(block, interior, reason)
             return None
@@ -539,29 +541,27 @@ class BlockMode:
     def watched(self, block: PagedBlock, args: Any, kwargs: Any) -> Iterator[Callable[[Any], None]]:
         """Watch a run in graph mode; yields what is to be told its output."""
         interior = block.interior
-        if interior is None or interior.probed or interior.reason:
+        if interior is None or interior.reason or (interior.probed and interior.looking is None):
             yield lambda output: None
             return
+        looking, interior.looking = interior.looking, None
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         buffers = [b for b in block.module.buffers() if b is not None]
         before = [_version(tensor) for tensor in (*given, *buffers)]
         known = {id(tensor) for tensor in (*given, *interior.residents, block._anchor)}
 
         def came(output: Any) -> None:
-            tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
             wanted = list({id(t): t for t in given if t.requires_grad}.values())
-            if [_version(tensor) for tensor in (*given, *buffers)] != before:
-                interior.reason = "it writes into its inputs or buffers"
-            elif not tensors or any(type(t) is not Tensor for t in tensors):
-                interior.reason = "it does not return plain tensors"
-            elif len(wanted) < sum(t.requires_grad for t in given):
-                interior.reason = "one tensor comes into it twice"
-            elif not known.issuperset(map(id, leaves_behind(wanted, tensors))):
-                interior.reason = "it uses a trained tensor that is neither an argument nor in its modules"
-            elif block.name not in self.reasons:
+            written = [_version(tensor) for tensor in (*given, *buffers)] != before
+            interior.reason = stands_against(given, wanted, output, written, known)
+            if not interior.reason and block.name not in self.reasons:
+                tensors = [t for t in tree_flatten(output)[0] if isinstance(t, Tensor)]
                 self._watch_use(interior, wanted, tensors)
 
-        yield came
+        with looking or contextlib.nullcontext():
+            yield came
+        if looking and RANDOM in (looking.hidden, interior.structure.lost):
+            interior.reason = RANDOM  # a second run in block mode would draw at another moment
 
     def _watch_use(self, interior: Interior, wanted: list[Tensor], outputs: list[Tensor]) -> None:
         """Take the block for looked at once backward has shown that nobody else uses what comes in."""

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-__all__ = ["Call", "OpaqueArgument", "flatten"]
+__all__ = ["Call", "OpaqueArgument", "flatten", "is_constant"]
 
 _CONSTANTS = frozenset({bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device})
 _LEAF = "tensor"  # stands for one in a description
@@ -44,6 +44,11 @@ class Call:
         return tuple([_value(entry, each) for entry in args]), {k: _value(v, each) for k, v in kwargs}
 
 
+def is_constant(value: Any) -> bool:
+    """Whether a value holds nothing else."""
+    return type(value) in _CONSTANTS
+
+
 def flatten(args: Sequence[Any], kwargs: dict[str, Any]) -> Call:
     """Take a call apart.
 
@@ -66,7 +71,8 @@ def _entry(value: Any, leaves: list[Tensor]) -> _Spec:
         leaves.append(value)
         return _LEAF
     if kind in _CONSTANTS:
-        return kind, value
+        # Zeros have signs, and are equal.
+        return (str(value) if kind in (float, complex) and value == 0 else kind), value
     if kind is tuple or kind is list:
         return kind, tuple([_entry(each, leaves) for each in value])
     if kind is dict and all(type(key) is str for key in value):

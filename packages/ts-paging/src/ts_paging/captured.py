@@ -11,6 +11,7 @@ done so there too. What cannot be recorded runs eagerly, and `BlockMode.reasons`
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
@@ -20,11 +21,12 @@ from torch.utils._pytree import TreeSpec
 
 from .blockmode import Interior, Run
 from .fixed import Fixed
-from .outside import FromOutside, Reads, backwards_of
+from .outside import FromOutside, Names, Reads, backwards_of
 from .paying import Meter, Paying, meter_for
 from .recording import CannotRecord, Recorder, recorder_for
-from .replaying import Captured, CapturedRun, addresses_of, compare
+from .replaying import Captured, CapturedRun, addresses_of, compare, layout_of
 from .rng import RandomState
+from .structure import RANDOM
 from .trial import (
     Expected,
     Memory,
@@ -40,9 +42,9 @@ from .trial import (
 
 __all__ = ["Captures"]
 
-_Kind = tuple[Any, ...]  # structure, two layouts, form
+_Kind = tuple[Any, ...]  # structure, two layouts, form, and that of what is a block's own
 _Key = tuple[_Kind, Hashable]  # a kind, and the slot or the block
-_SEEN = "seen"  # in the place of a recording: once, so far
+_MOVED = "its weights have moved"
 _CHANGING = "inputs keep changing their form"
 _FORMS = 32  # forms of one block's inputs that are remembered without having been recorded
 _IDLE = 64  # passes in which a form does not come, after which another may take its place
@@ -53,6 +55,7 @@ class _Later(str):
     """Why something is not recorded before a certain pass."""
 
     turn: int
+    names: Names  # of the run that was looked at
 
     def __new__(cls, reason: str, turn: int) -> _Later:
         """Say why, and until when."""
@@ -137,8 +140,8 @@ class Captures:
         """Bytes that recordings hold: results in between, and the memory at fixed addresses."""
         return self._recorder.pool_bytes() + sum(memory.nbytes() for memory in self._memory.values())
 
-    def enter(self, run: Run, begin: Any = None) -> Run:
-        """Return what replays in the place of an eager run, or the eager run.
+    def enter(self, run: Run, begin: Any = None) -> Run | None:
+        """Return what replays in the place of an eager run, or the eager run; None: graph mode, looked at.
 
         Args:
             run: The eager run.
@@ -151,34 +154,40 @@ class Captures:
         form = _form(run)
         found = known.get(form)
         if isinstance(found, _Later) and turn >= found.turn:
-            found = _SEEN
-        if found is None:
-            return run if self._first_seen(known, form) else self._eagerly(run, _CHANGING)
-        if found is _SEEN:
-            found = self._find(run, form, begin)
-            if found is None:
+            found = found.names
+        if isinstance(found, Names) and found.ready:
+            outside = found.changed()
+            if outside:
+                return self._renewed(run, form, outside)
+            made = self._find(run, form, found, begin)
+            if made is None:
                 return run
-            known[form] = found
+            if isinstance(made, _Later):
+                made.names = found
+            known[form] = found = made
+        if found is None or isinstance(found, Names):
+            return self._first_seen(run, form)
         if not isinstance(found, Captured):
             return self._eagerly(run, str(found))
-        moved = "" if found.shared else found.addresses != addresses_of(run, carried_of(block, run))
+        own = carried_of(block, run)
+        if found.dropped or found.layout != layout_of(own):
+            del known[form]
+            return run
+        moved = not found.shared and found.addresses != addresses_of(run, own)
         outside = found.names.changed()
-        if found.dropped or moved or outside:
-            return self._anew(run, found, form, outside)
+        if moved or outside:
+            self._drop(found)
+            del known[form]
+            return self._renewed(run, form, outside) if outside else self._eagerly(run, _MOVED)
         found.used = turn
         self.replays[block.name] = self.replays.get(block.name, 0) + 1
         self._latest[block.name] = turn
         return CapturedRun.of(run, found, turn)
 
-    def _anew(self, run: Run, found: Captured, form: Hashable, outside: str) -> Run:
-        """Run eagerly what can be recorded again the next time."""
+    def _renewed(self, run: Run, form: Hashable, outside: str) -> Run:
+        """Run eagerly what is looked at anew the next time, unless that has come too often."""
         known, interior = self._known(run.interior), run.interior
-        known[form] = _SEEN
-        if found.dropped:
-            return run
-        self._drop(found)
-        if not outside:
-            return self._eagerly(run, "its weights have moved")
+        known.pop(form, None)
         interior.renewals += 1
         if interior.renewals > _RESTLESS:
             known[form] = f"{outside}, which its code looks up outside, changes from run to run"
@@ -186,19 +195,27 @@ class Captures:
         return self._eagerly(run, f"{outside}, which its code looks up outside, has changed")
 
     def saw(self, run: Run) -> None:
-        """Note the form of a run in graph mode: the next one of this form is recorded."""
+        """Note the form of a run in graph mode, which is looked at for what it reads from outside."""
         known, form = self._known(run.interior), _form(run)
-        if form not in known:
-            self._first_seen(known, form)
+        found = known.get(form)
+        if (found is None or isinstance(found, Names)) and not sys.getprofile():
+            self._look(run, form)
 
-    @staticmethod
-    def _first_seen(known: dict[Any, Any], form: Hashable) -> bool:
+    def _first_seen(self, run: Run, form: Hashable) -> Run | None:
+        """Have a form's first run looked at in graph mode, or run it if too many were not recorded."""
+        if sys.getprofile():
+            return self._eagerly(run, "a profiler of Python is on")
+        return None if self._look(run, form) else self._eagerly(run, _CHANGING)
+
+    def _look(self, run: Run, form: Hashable) -> bool:
         """Remember a form; returns whether it is not one of too many that came and were not recorded."""
+        known = self._known(run.interior)
         open_ones = [each for each, found in known.items() if not isinstance(found, Captured)]
-        if len(open_ones) >= _FORMS:
+        full = form not in known and len(open_ones) >= _FORMS
+        if full:
             del known[open_ones[0]]
-        known[form] = _SEEN
-        return len(open_ones) < _FORMS
+        known[form] = run.interior.looking = Names(run.block.module.modules())
+        return not full
 
     def _known(self, interior: Interior) -> dict[Any, Any]:
         if interior.generation != self.generation:
@@ -209,11 +226,16 @@ class Captures:
         run.mode.note(run.block, reason, "block mode, not captured")
         return run
 
-    def _find(self, run: Run, form: Hashable, begin: Any) -> Captured | _Later | str | None:
+    def _find(self, run: Run, form: Hashable, names: Names, begin: Any) -> Captured | _Later | str | None:
         """Return the recordings for a run, made now if need be, or why there are none; None: not yet."""
         block, interior = run.block, run.interior
         shared = _shared(run)
-        kind = (interior.structure.key, tuple(block.layout.offsets), tuple(s[3] for s in block._sites), form)
+        lost = names.hidden or interior.structure.lost
+        if lost and (self.auto or lost == RANDOM):
+            return lost
+        layout = layout_of(carried_of(block, run))
+        sites = tuple(s[3] for s in block._sites)
+        kind = (interior.structure.key, tuple(block.layout.offsets), sites, form, layout)
         key = (kind, block.slot.address if shared and block.slot is not None else block.name)
         captured = self._made.get(key)
         if captured is None:
@@ -232,9 +254,9 @@ class Captures:
                 if against:
                     self._drop(captured)
                     return against
-            elif block.name not in captured.verified and not self._same(run, captured):
+            elif (block.name, interior.changes) not in captured.verified and not self._same(run, captured):
                 interior.alone = True
-                return self._find(run, form, begin)
+                return self._find(run, form, names, begin)
         except FromOutside:
             raise
         except torch.OutOfMemoryError:
@@ -245,7 +267,7 @@ class Captures:
             reason = what[0] if isinstance(error, CannotRecord) else f"{type(error).__name__}: {what[0]}"
             self._failed[kind] = reason
             return reason
-        captured.verified.add(block.name)
+        captured.verified.add((block.name, interior.changes))
         return captured
 
     def _pays(self, run: Run, kind: _Kind, begin: Any) -> str | None:
@@ -298,7 +320,7 @@ class Captures:
 
     def _record(self, run: Run, kind: _Kind, shared: bool) -> Captured:
         """Run a block eagerly on fixed memory, record it, and compare."""
-        memory = self._memory.get(kind)
+        memory = self._memory.get((kind, shared))
         fresh = memory is None
         own = carried_of(run.block, run)
         for tensor in (*run.call.leaves, *own):
@@ -308,7 +330,8 @@ class Captures:
             carried = [Fixed(tensor) for tensor in own] if shared else []
             memory = Memory([Fixed(leaf) for leaf in run.call.leaves], carried)
         captured = Captured(memory, shared)
-        captured.used = run.mode.turn
+        captured.used, captured.layout = run.mode.turn, kind[-1]
+        captured.names = Names(run.block.module.modules())
         captured.addresses = [] if shared else addresses_of(run, own)
         random, runs = RandomState(self._device), run.block.runs
         for fixed in memory.inputs:
@@ -334,7 +357,7 @@ class Captures:
             run.block.runs = runs
             for fixed in memory.inputs:
                 fixed.forget()
-        self._memory[kind] = memory
+        self._memory[kind, shared] = memory
         return captured
 
     def _watch(self, trial: Trial, captured: Captured) -> None:
@@ -355,7 +378,7 @@ class Captures:
         random = RandomState(self._device)
         with names, Reads(known_storages(trial, captured.memory), self._device) as reads:
             eagerly(trial, look)
-        if names.hidden and (self.auto or "random" in names.hidden):
+        if names.hidden and (self.auto or names.hidden == RANDOM):
             raise CannotRecord(names.hidden)
         if reads.strange:
             forms = {f"{tuple(each.shape)} {each.dtype}".replace("torch.", "") for each in reads.strange}

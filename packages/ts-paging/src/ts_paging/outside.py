@@ -26,17 +26,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from .recording import CannotRecord
-from .structure import Held
+from .structure import RANDOM, Held, draws, foreign
 
 __all__ = ["FromOutside", "Names", "Reads", "backwards_of", "leads_elsewhere", "parts_of"]
 
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 #: Takes what Python has made of numbers just now.
 _FRESH = "aten::lift_fresh"
-#: Packages whose code looks up nothing that changes what a block computes, but for what is in a form.
-_OURS = frozenset(
-    {"torch", "ts_core", "ts_paging", "ts_quant", "ts_optim", "ts_fused", "ts_hf", "trainstream"}
-)
 _COPIES = ("aten::_to_copy", "aten::copy_")
 _Leaf: Any = type(get_gradient_edge(torch.zeros((), requires_grad=True)).node)
 _GONE = object()
@@ -128,6 +124,8 @@ class Reads(TorchDispatchMode):
         name = func._schema.name
         if any(tag in func.tags for tag in _REFUSED):
             raise CannotRecord(f"{name} gives a result whose size or value the host has to know")
+        if any(isinstance(each, torch.Generator) for each in (*args, *kwargs.values())):
+            raise CannotRecord(RANDOM)
         for tensor in self._of((args, kwargs)):
             # One number of the host is part of what is launched; more, or a copy of it, is read by the host.
             elsewhere = tensor.device.type not in (self._device, "meta")
@@ -160,16 +158,24 @@ class Names:
 
     Attributes:
         hidden: What cannot be followed, or empty.
+        ready: A run has been through.
     """
 
-    def __init__(self) -> None:
-        """Nothing is noted yet."""
-        self.hidden = ""
+    def __init__(self, within: Iterable[Any] = ()) -> None:
+        """Nothing is noted yet.
+
+        Args:
+            within: The modules of the block, which its structure looks after.
+        """
+        self.hidden, self.ready = "", False
         self._codes: dict[types.CodeType, Mapping[str, Any]] = {}
         self._free: dict[types.CodeType, dict[str, Any]] = {}
         self._names: list[tuple[Mapping[str, Any], str]] = []
         self._values: list[Any] = []
-        self._held = Held()
+        self._within = list(within)
+        self._held = Held(self._within)
+        self._called_on: dict[int, Any] = {}
+        self._made: dict[int, Any] = {}
         self._variables: list[tuple[contextvars.ContextVar[Any], Any]] = []
         self._cells: list[tuple[types.CellType, Any]] = []
         self._seen: set[Any] = set()
@@ -187,16 +193,35 @@ class Names:
         if kind is not None:
             return
         if _drawn() != self._drawn:
-            self.hidden = "it draws random numbers of Python or NumPy"
+            self.hidden = RANDOM
         for code, place in self._codes.items():
             for chain in _chains(code):
                 self._follow(place, chain)
         self._look_into_closures()
-        self._codes, self._free = {}, {}
+        for key, value in self._called_on.items():
+            if key not in self._made:
+                self._held.follow(value)
+        self._codes, self._free, self._called_on, self._made = {}, {}, {}, {}
+        self.hidden = self.hidden or self._held.lost
+        self.ready = True
 
     def _called(self, frame: types.FrameType, event: str, argument: Any) -> None:
         code = frame.f_code
-        if event != "call" or code in self._codes or not _foreign(frame.f_globals):
+        if event == "c_call":
+            if draws(getattr(argument, "__self__", None)):
+                self.hidden = RANDOM
+            return
+        if event != "call":
+            return
+        if frame.f_globals.get("__name__") == "random":
+            self.hidden = RANDOM
+        if not _foreign(frame.f_globals):
+            return
+        if code.co_argcount and code.co_varnames[0] == "self":
+            owner = frame.f_locals.get("self")
+            if not isinstance(owner, Tensor):
+                (self._made if code.co_name == "__init__" else self._called_on).setdefault(id(owner), owner)
+        if code in self._codes:
             return
         self._codes[code] = frame.f_globals
         if code.co_freevars:
@@ -218,12 +243,14 @@ class Names:
                 self._names.append((place, name))
                 self._values.append(value)
                 self._look_into(value)
+            asked = chain[number + 1 : number + 2]
             if isinstance(value, type):
-                asked = chain[number + 1 : number + 2]
-                place = next((vars(kind) for kind in value.__mro__ if asked and asked[0] in vars(kind)), {})
+                place = _of_class(value, asked[0]) if asked else {}
             else:
                 own = getattr(value, "__dict__", None)
                 place = own if type(own) is dict else {}
+                if asked and asked[0] not in place and not isinstance(value, types.ModuleType):
+                    place = _of_class(type(value), asked[0])
             if not place:
                 return
 
@@ -231,17 +258,11 @@ class Names:
         """Remember what an object, or a container, holds."""
         if id(value) in self._seen or isinstance(value, (*_CONSTANT, Tensor)):
             return
-        if isinstance(value, random.Random) or type(value).__module__.startswith("numpy.random"):
-            self.hidden = "it may draw random numbers of Python or NumPy"
-        elif isinstance(value, contextvars.ContextVar):
+        if isinstance(value, contextvars.ContextVar):
+            self._seen.add(id(value))
             self._variables.append((value, value.get(None)))
-        elif isinstance(value, (dict, list, set)):
-            self._held.add(value)
-        elif type(getattr(value, "__dict__", None)) is dict and not isinstance(value, nn.Module):
-            self._held.add(vars(value))
         else:
-            return
-        self._seen.add(id(value))
+            self._held.follow(value)
 
     def _look_into_closures(self) -> None:
         """Find the variables of enclosing functions, where these are data."""
@@ -285,8 +306,13 @@ class Names:
         return ""
 
 
+def _of_class(kind: type, name: str) -> Mapping[str, Any]:
+    """Return where a class, or one it comes from, has an attribute; empty: nowhere."""
+    return next((vars(each) for each in kind.__mro__ if name in vars(each)), {})
+
+
 def _alike(one: Any, two: Any) -> bool:
-    return type(one) is type(two) and type(one) in (bool, int, float, str) and bool(one == two)
+    return type(one) is type(two) and type(one) in (bool, int, float, str) and repr(one) == repr(two)
 
 
 def _cell(cell: types.CellType) -> Any:
@@ -297,8 +323,7 @@ def _cell(cell: types.CellType) -> Any:
 
 
 def _foreign(place: Mapping[str, Any]) -> bool:
-    package = str(place.get("__name__") or "").partition(".")[0]
-    return package not in _OURS and package not in sys.stdlib_module_names
+    return foreign(str(place.get("__name__") or ""))
 
 
 def _drawn() -> Any:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import TreeSpec
 
 from .autocast import autocast_now
@@ -32,7 +32,8 @@ class Captured:
         saved: The bytes that forward leaves for backward, there until the next replay of anything; empty if
             backward computes them again.
         shared: Several blocks use it.
-        verified: Names of the blocks that it was compared with.
+        verified: Blocks that it was compared with: name, and how often they had been found changed.
+        layout: Shapes, strides and dtypes of what is a block's own.
         addresses: Of the weights that it works on, if these are not in a slot.
         names: What its code looks up outside.
         held: Tensors from elsewhere that it reads.
@@ -45,14 +46,15 @@ class Captured:
     flat: list[Any]
     spec: TreeSpec
     places: list[int]
+    names: Names
+    layout: Hashable
 
     def __init__(self, memory: Memory, shared: bool) -> None:
         """Begin with where it works."""
         self.memory, self.shared = memory, shared
         self.saved: list[Tensor] = []
-        self.verified: set[str] = set()
+        self.verified: set[tuple[str, int]] = set()
         self.addresses: list[int] = []
-        self.names = Names()
         self.held: list[Tensor] = []
         self.used = -1
         self.dropped = False
@@ -98,6 +100,7 @@ class CapturedRun(Run):
         leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.call.leaves]
         self.call.leaves = leaves
         self._own = carried_of(block, self)
+        self._at = addresses_of(self, self._own)
         self._versions = [_version(leaf) for leaf in leaves]
         self._own_versions = [_version(tensor) for tensor in self._own]
         device = block.pager.device
@@ -127,10 +130,7 @@ class CapturedRun(Run):
 
     def changed(self) -> bool:
         """Whether what a replay reads again was written since forward, or is somewhere else."""
-        captured = self.captured
-        return super().changed() or (
-            not captured.shared and captured.addresses != addresses_of(self, self._own)
-        )
+        return super().changed() or self._at != addresses_of(self, self._own)
 
     def ready(self) -> None:
         """Also look at arguments and resident weights: a replay reads them again, whatever the policy."""
@@ -170,6 +170,13 @@ class CapturedRun(Run):
 def addresses_of(run: Run, own: Sequence[Tensor]) -> list[int]:
     """Return where a block's tensors are that recordings of its own compute with (see `carried_of`)."""
     return [part.data_ptr() for tensor in (*run.block.views, *own) for part in parts_of(tensor)]
+
+
+def layout_of(own: Sequence[Tensor]) -> Hashable:
+    """Return the forms of a block's own tensors, which a recording relies on (see `carried_of`)."""
+    plain = Tensor, nn.Parameter
+    parts = [part for t in own for part in ((t,) if type(t) in plain else parts_of(t))]
+    return tuple([(part.shape, part.stride(), part.dtype) for part in parts])
 
 
 def compare(

@@ -13,8 +13,45 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
+from torch.utils._pytree import tree_flatten
 
-__all__ = ["leaves_behind", "watch_use"]
+from .calls import is_constant
+
+__all__ = ["comes_twice", "leaves_behind", "stands_against", "watch_use"]
+
+_TWICE = "one tensor comes into it twice"
+
+
+def comes_twice(given: Sequence[Tensor]) -> str:
+    """Say so if one that needs a gradient is among tensors twice: its gradients would add up otherwise."""
+    wanted = [id(tensor) for tensor in given if tensor.requires_grad]
+    return _TWICE if len(set(wanted)) < len(wanted) else ""
+
+
+def stands_against(
+    given: Sequence[Tensor], wanted: Sequence[Tensor], output: Any, written: bool, known: set[int]
+) -> str:
+    """Return why a block that ran cannot be one node of the graph, or empty.
+
+    Args:
+        given: The tensors among its arguments.
+        wanted: Those that need a gradient, each once.
+        output: What it returned.
+        written: It wrote into its arguments or buffers.
+        known: ids of what its output may depend on.
+    """
+    flat = tree_flatten(output)[0]
+    tensors = [each for each in flat if isinstance(each, Tensor)]
+    others = [each for each in flat if not isinstance(each, Tensor)]
+    if written:
+        return "it writes into its inputs or buffers"
+    if not tensors or any(type(t) is not Tensor for t in tensors) or not all(map(is_constant, others)):
+        return "it does not return plain tensors"
+    if len(wanted) < sum(t.requires_grad for t in given):
+        return _TWICE
+    if not known.issuperset(map(id, leaves_behind(wanted, tensors))):
+        return "it uses a trained tensor that is neither an argument nor in its modules"
+    return ""
 
 
 def watch_use(inputs: Sequence[Tensor], outputs: Sequence[Tensor], told: Callable[[bool], object]) -> None:

@@ -7,11 +7,15 @@ module that is exchanged or put into evaluation mode is another structure.
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
 import operator
+import random
+import sys
 import types
-from collections.abc import Callable, Hashable, Iterator, Mapping
+import weakref
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,7 +23,9 @@ from torch import Tensor, nn
 
 from .stand_in import StandIn
 
-__all__ = ["Held", "Structure"]
+__all__ = ["RANDOM", "Held", "Structure", "draws", "foreign"]
+
+RANDOM = "it may draw random numbers of Python or NumPy, or from a generator of its own"
 
 _TABLES = ("_parameters", "_buffers", "_modules")
 #: Dictionaries of functions that others have registered on a module, and that would not run in a replay.
@@ -36,7 +42,16 @@ _NUMBERS = frozenset(
     {"layer_idx", "layer_index", "layer_id", "layer_number", "block_idx", "block_index", "block_id"}
 )
 _PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, torch.Size)
-_DEPTH = 6  # of containers in containers that are looked into
+_DEPTH = 12  # of containers in containers that are looked into
+_MOST = 4096  # of containers and objects, beyond the modules of a block
+#: Packages whose code looks up nothing that changes what a block computes, but for what is in a form.
+_OURS = frozenset(
+    {"torch", "ts_core", "ts_paging", "ts_quant", "ts_optim", "ts_fused", "ts_hf", "trainstream"}
+)
+#: What has nothing inside that is data of Python.
+_LEAVES = (
+    Tensor, StandIn, type, types.BuiltinFunctionType, types.ModuleType, types.CodeType, weakref.ref, range,
+)  # fmt: skip
 _is_not: Callable[[Any, Any], bool] = operator.is_not
 
 
@@ -59,24 +74,161 @@ class _Same:
 
 
 class Held:
-    """Containers, and what was in them: a look at all of them is a few calls."""
+    """Containers, and what was in them: a look at all of them is a few calls.
 
-    def __init__(self) -> None:
-        """Hold none."""
-        self._places: list[Any] = []  # containers; of mappings, their values
+    Attributes:
+        lost: What cannot be followed, or empty.
+    """
+
+    def __init__(self, known: Iterable[Any] = ()) -> None:
+        """Hold none.
+
+        Args:
+            known: What others look after: it is not followed.
+        """
+        self.lost = ""
+        self._places: list[Any] = []  # what can be gone through; of mappings, their keys and values
+        self._lengths: list[int] = []
         self._values: list[Any] = []
+        self._known = {id(each) for each in known}
+        self._followed: dict[int, Any] = {}  # held, so that no other one gets its id
 
     def add(self, place: Any) -> None:
         """Take what a container holds now for what it should."""
-        self._places.append(place.values() if isinstance(place, Mapping) else place)
-        self._values += self._places[-1]
+        self._take(place.values() if isinstance(place, Mapping) else place)
+
+    def _take(self, place: Any) -> None:
+        values = list(place)
+        self._places.append(place)
+        self._lengths.append(len(values))
+        self._values += values
 
     def same(self) -> bool:
         """Whether all hold what they did."""
-        places, values = self._places, self._values
-        if sum(map(len, places)) != len(values):
+        places = self._places
+        if list(map(len, places)) != self._lengths:
             return False
-        return not any(map(_is_not, itertools.chain.from_iterable(places), values))
+        return not any(map(_is_not, itertools.chain.from_iterable(places), self._values))
+
+    def follow(self, value: Any, depth: int = _DEPTH) -> None:
+        """Hold what a value has inside, however deep, as far as that is data that can change."""
+        if type(value) in _PLAIN or isinstance(value, _LEAVES) or id(value) in self._known:
+            return
+        if id(value) in self._followed:
+            return
+        if depth == 0 or len(self._followed) >= _MOST:
+            self.lost = self.lost or "it holds more than can be looked at in each pass"
+            return
+        self._followed[id(value)] = value
+        if draws(value) or isinstance(value, torch.Generator):
+            self.lost = RANDOM
+            return
+        for each in self._inside(value):
+            self.follow(each, depth - 1)
+
+    def _inside(self, value: Any) -> Iterable[Any]:
+        """Hold one value's own content; returns what to follow from there."""
+        if isinstance(value, (dict, types.MappingProxyType)):
+            self._take(value.keys())
+            self._take(value.values())
+            return list(value.values())
+        if isinstance(value, (list, set, collections.deque)):
+            self._take(value)
+        if isinstance(value, (list, set, collections.deque, tuple, frozenset)):
+            return list(value)
+        if isinstance(value, functools.partial):
+            return value.func, value.args, value.keywords
+        if isinstance(value, types.MethodType):
+            return (value.__self__,)
+        if isinstance(value, types.FunctionType):
+            cells = (value.__closure__ or ()) if foreign(value.__module__) else ()
+            for cell in cells:
+                self._take(_Looked(functools.partial(_content, cell)))
+            return [value.__defaults__, value.__kwdefaults__, *map(_content, cells)]
+        if hasattr(value, "tobytes") and type(value).__module__ == "numpy":
+            self._take(_Looked(_Bytes(value)))
+            return ()
+        return self._inside_object(value)
+
+    def _inside_object(self, value: Any) -> Iterable[Any]:
+        kind, state = type(value), getattr(value, "__dict__", None)
+        found: list[Any] = []
+        if type(state) is dict:
+            self.add(state)
+            found += state.values()
+        if isinstance(value, nn.Module):
+            return found
+        if not foreign(kind.__module__) and kind is not types.SimpleNamespace:
+            return ()  # a logger, a lock: it leads anywhere
+        hashable: Any = kind
+        for name in _slots(hashable):
+            self._take(_Looked(functools.partial(getattr, value, name, None)))
+            found.append(getattr(value, name, None))
+        for each in kind.__mro__:
+            if foreign(each.__module__) and id(each) not in self._followed:
+                self._followed[id(each)] = each
+                self.add(vars(each))
+                found += self.of_class(each)
+        return found
+
+    @staticmethod
+    def of_class(kind: type) -> list[Any]:
+        """Return the data that a class has, but for constants."""
+        skipped = (types.FunctionType, property, classmethod, staticmethod)
+        held = [(k, v) for k, v in vars(kind).items() if not k.startswith("__")]
+        return [v for _, v in held if not isinstance(v, skipped)]
+
+
+class _Looked:
+    """A place that holds one thing: what a function returns now."""
+
+    def __init__(self, look: Callable[[], Any]) -> None:
+        self._look = look
+
+    def __len__(self) -> int:
+        return 1
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self._look()
+
+
+class _Bytes:
+    """Returns the same object for as long as an array has the same bytes."""
+
+    def __init__(self, array: Any) -> None:
+        self._array, self._bytes = array, array.tobytes()
+
+    def __call__(self) -> Any:
+        now = self._array.tobytes()
+        if now != self._bytes:
+            self._bytes = now
+        return self._bytes
+
+
+@functools.lru_cache(maxsize=1024)
+def _slots(kind: Any) -> tuple[str, ...]:
+    """Return the names of what a class written in Python keeps in slots."""
+    return tuple(
+        [
+            name
+            for each in kind.__mro__
+            if "__slots__" in vars(each)
+            for name, held in vars(each).items()
+            if isinstance(held, types.MemberDescriptorType)
+        ]
+    )
+
+
+def foreign(module: str | None) -> bool:
+    """Whether code of a module is looked into: it is not PyTorch's, the standard library's or our own."""
+    package = str(module or "").partition(".")[0]
+    return package not in _OURS and package not in sys.stdlib_module_names
+
+
+def draws(value: Any) -> bool:
+    """Whether random numbers are drawn from a value that are not the device's."""
+    module = str(type(value).__module__)
+    return isinstance(value, random.Random) or module.startswith("numpy.random")
 
 
 class Structure:
@@ -84,11 +236,12 @@ class Structure:
 
     Attributes:
         key: Equal for blocks that run the same code on tensors of the same shapes.
+        lost: What inside cannot be followed, or empty.
     """
 
     def __init__(self, module: nn.Module) -> None:
         """Look at a module and all inside it."""
-        self._held = Held()
+        self._held = Held(module.modules())
         self._hooks: list[tuple[str, dict[int, Any]]] = []
         self._seen: set[int] = set()
         self._names = {id(inner): name for name, inner in module.named_modules(remove_duplicate=False)}
@@ -105,10 +258,14 @@ class Structure:
                 for key, value in sorted(state.items())
                 if key not in _IGNORED and key not in _NUMBERS
             ]
+            for key, value in state.items():
+                if key not in _IGNORED:
+                    self._held.follow(value)
             with torch._C.DisableTorchFunctionSubclass():
                 tensors = [(k, _form(t)) for table in _TABLES[:2] for k, t in state[table].items()]
             entries.append((name, type(inner), tuple(settings), tuple(tensors)))
         self.key: Hashable = tuple(entries)
+        self.lost = self._held.lost
 
     def _watch(self, place: dict[Any, Any]) -> None:
         if id(place) not in self._seen:
@@ -121,12 +278,17 @@ class Structure:
             if id(each) not in self._seen:
                 self._seen.add(id(each))
                 self._held.add(vars(each))
+                if foreign(each.__module__):
+                    for value in Held.of_class(each):
+                        self._held.follow(value)
                 yield each, tuple(map(_Same, vars(each).values()))
 
     def _describe(self, value: Any, owner: nn.Module, name: str, depth: int) -> Hashable:
-        """Return what makes a setting equal to another one; watch what can change inside it."""
+        """Return what makes a setting equal to another one."""
         if type(value) is str and name and value.endswith("." + name):
             return "path", name  # of the module itself, whose beginning numbers the layer
+        if type(value) in (float, complex):
+            return type(value), repr(value)  # zeros have signs
         if type(value) in _PLAIN:
             return type(value), value
         if isinstance(value, StandIn):
@@ -142,23 +304,14 @@ class Structure:
             inner = (value.__code__, *[_content(cell) for cell in value.__closure__])
         elif depth > 0 and callable(value) and _is_object(value):
             # What stands in the place of a method, and knows its module.
-            self._watch(vars(value))
             inner = (type(value), *vars(value).items())
         if inner is not None:
             return "callable", *[self._describe(each, owner, name, depth - 1) for each in inner]
         if depth > 0 and isinstance(value, (list, tuple, set, frozenset)):
-            if isinstance(value, list):
-                self._held.add(value)
             each = [self._describe(one, owner, name, depth - 1) for one in value]
             return type(value), *(sorted(each, key=repr) if isinstance(value, (set, frozenset)) else each)
         if depth > 0 and isinstance(value, dict):
-            self._watch(value)
             return type(value), *[(k, self._describe(v, owner, name, depth - 1)) for k, v in value.items()]
-        if _is_object(value):
-            self._watch(vars(value))  # a configuration that the modules share
-            for each in vars(value).values():
-                if type(each) is dict:
-                    self._watch(each)
         return "object", _Same(value)
 
     def holds(self) -> bool:

@@ -361,6 +361,23 @@ def test_a_norm_runs_in_dtypes_that_were_compared_only():
     assert report.forward(x.float()).dtype is torch.float32
 
 
+@pytest.mark.filterwarnings("ignore:Mismatch dtype")
+@pytest.mark.parametrize("weight", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("device", devices())
+def test_pytorchs_norm_under_autocast(device, weight):
+    """On a GPU autocast widens its inputs; the result is what the module itself gives, in its dtype."""
+    norm = nn.RMSNorm(64, eps=1e-5, device=device, dtype=weight)
+    x = torch.randn(5, 64, generator=torch.Generator().manual_seed(0)).to(device, torch.bfloat16)
+    for enabled in (True, False):
+        with torch.autocast(device, torch.bfloat16, enabled=enabled):
+            want = norm(x)
+            patch = patch_fused(norm)
+            got = norm(x)
+            patch.undo()
+        assert got.dtype is want.dtype
+        torch.testing.assert_close(got, want, rtol=2**-7, atol=2**-7)
+
+
 def test_small_sizes_run_the_modules_own_code_on_a_cpu(monkeypatch):
     monkeypatch.undo()
     attention, x = Attention(), torch.randn(2, 16)

@@ -18,6 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import ts_quant
+from trainstream._autos import undecided
 from trainstream._budget import limits
 from trainstream._copies import give_back, reserve, use_fast_copies
 from trainstream._decide import Decided, decide, make_plan, moment_formats
@@ -99,7 +100,7 @@ def _wrapped(
     want = asked(checked, len(blocks), cpu=device.type == "cpu")
     formats = moment_formats(optimizer, checked)
     adopted, how = _adopt(model, optimizer, checked, formats[0])
-    formats = formats if adopted is not None else formats[:1]
+    formats = formats if isinstance(adopted, OffloadAdamW) else formats[:1]
     inventory = Inventory(model, block_map(model, checked.blocks), blocks)
     tiers = Tiers(device, checked.disk_offload, checked.disk_budget)
     bounds = limits(model, optimizer, device, checked, Tiers.folder(checked.disk_offload))
@@ -217,6 +218,8 @@ def _wrapped(
         session.decide(line)
     kernels.adopt(session)
     products.adopt(session)
+    for line in undecided(facts, session.events.events):
+        session.decide(line)
     model.__dict__["_trainstream_session"] = session
     note_wrapped(model)
     if pager is not None:

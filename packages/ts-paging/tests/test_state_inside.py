@@ -268,3 +268,19 @@ def test_memory_exchanged_under_a_shared_recording_is_not_read_in_backward():
     blocks[1].low.weight.data = blocks[1].low.weight.detach() * 3
     with pytest.raises(RuntimeError, match="modified"):
         loss.backward()
+
+
+def test_the_newer_setting_of_precision_is_no_error():
+    matmul = torch.backends.cuda.matmul
+    if not hasattr(matmul, "fp32_precision"):
+        pytest.skip("PyTorch has the older setting alone")
+    before, legacy = matmul.fp32_precision, torch.get_float32_matmul_precision()
+    try:
+        matmul.fp32_precision = "tf32"
+        case = (lambda b: None, lambda b, x: 1.0, lambda b: None)
+        plain = steps(case, False, True, captured=False)
+        for one, two in zip(steps(case, False, True), plain, strict=True):
+            assert all(map(torch.equal, one, two))
+    finally:
+        matmul.fp32_precision = before
+        torch.set_float32_matmul_precision(legacy)

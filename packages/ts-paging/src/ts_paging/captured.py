@@ -469,9 +469,18 @@ def _form(run: Run) -> Hashable:
         and (torch.get_autocast_dtype(device), torch.is_autocast_cache_enabled()),
         torch.are_deterministic_algorithms_enabled(),
         torch.get_default_dtype(),
-        torch.get_float32_matmul_precision(),
+        _precision(),
         *[allowed() for allowed in _ATTENTION],
     )
+
+
+def _precision() -> Hashable:
+    """Return the precision of fp32 products, as set by the older calls or by the newer ones."""
+    newer = [getattr(each.matmul, "fp32_precision", None) for each in (_backends, torch.backends.mkldnn)]
+    try:
+        return torch.get_float32_matmul_precision(), *newer
+    except RuntimeError:  # it refuses to say where the newer ones have been used
+        return tuple(newer)
 
 
 def _write_all(memory: Memory, expected: Expected) -> None:

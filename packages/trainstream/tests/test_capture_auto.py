@@ -5,7 +5,18 @@ It stays off until graphs have run on a GPU; then it is switched on in one place
 
 import pytest
 import torch
-from grid_models import LAYERS, WRAP_POLICIES, adamw, build, compare, offload_adamw, one, resident, train
+from grid_models import (
+    LAYERS,
+    WRAP_POLICIES,
+    adamw,
+    build,
+    cached,
+    compare,
+    offload_adamw,
+    one,
+    resident,
+    train,
+)
 
 import trainstream
 from trainstream._options import WrapOptions
@@ -55,6 +66,20 @@ def test_auto_captures_what_waits_for_its_launches(kind, policy, as_on_a_gpu):
     compare(found, resident(kind, one, "none", "cpu", offload_adamw, count=12))
     assert (report["blocks"], report["fallbacks"]) == (LAYERS, {})
     assert any("is recorded, and those like it" in line for line in events)
+
+
+@pytest.mark.parametrize("capture", [True, "auto"])
+def test_what_is_asked_for_and_cannot_be_is_a_warning(capture, caplog):
+    model = build("llama")
+    model, optimizer = trainstream.wrap(
+        model, offload_adamw(list(model.parameters())), param_offload=True, capture=capture
+    )
+    with caplog.at_level("INFO"):
+        train(model, optimizer, cached, count=3)
+    trainstream.unwrap(model)
+    said = [r.getMessage() for r in caplog.records if r.levelname == "WARNING"]
+    assert sum("pass use_cache=False" in line for line in said) == (capture is True)
+    assert len(said) == (capture is True)
 
 
 def test_auto_leaves_alone_what_keeps_the_device_busy(as_on_a_gpu):

@@ -221,6 +221,47 @@ def test_files_bring_the_same_bits(blocks, ahead):
         assert len(files) == 0
 
 
+@pytest.mark.parametrize("where", ["delete", "unlink"])
+def test_an_interrupt_while_files_are_removed_is_seen_and_leaves_none(where, monkeypatch):
+    """Python drops what is raised where an object goes, so files are removed at the next call."""
+    with DiskStore() as files:
+        store = FileActivations(files)
+        kept = store.park(torch.arange(16, dtype=torch.uint8))
+        store.park(torch.zeros(16, dtype=torch.uint8))  # nobody needs it
+        gc.collect()
+        assert len(files) == 2
+
+        def interrupted(*_):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch:
+            patch.setattr(files if where == "delete" else files._folder, where, interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                store.begin()
+        store.begin()
+        assert len(files) == 1
+        assert files.used_bytes > 0
+        assert torch.equal(kept.bring(), torch.arange(16, dtype=torch.uint8))
+        del kept
+        gc.collect()
+        assert not store.short()
+        assert (len(files), files.used_bytes) == (0, 0)
+
+
+def test_a_parked_storage_never_takes_the_file_of_one_whose_parking_was_interrupted(monkeypatch):
+    with DiskStore() as files:
+        store = FileActivations(files)
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "begin", lambda: None)  # so that `park` fails behind the write
+            with pytest.raises(AttributeError):
+                store.park(torch.zeros(16, dtype=torch.uint8))
+        parked = store.park(torch.arange(16, dtype=torch.uint8))
+        gc.collect()
+        store.begin()
+        assert torch.equal(parked.bring(), torch.arange(16, dtype=torch.uint8))
+        assert len(files) == 1
+
+
 def saved_by(decide, tensors):
     return [decide(tensor) for tensor in tensors]
 

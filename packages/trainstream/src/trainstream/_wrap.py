@@ -8,6 +8,7 @@ plain assignment, so a failed `wrap()` leaves model and optimizer as they were.
 from __future__ import annotations
 
 import dataclasses
+import logging
 import weakref
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -176,8 +177,10 @@ def _wrapped(
     session.adopt(Places(inventory, decided, want, bounds, checked, tiers))
     if pager is not None:
         pager.when_short = partial(session.events.add, _SHORT)
-        if pager.block_mode is not None:
-            pager.block_mode.tell = session.events.add
+        if (mode := pager.block_mode) is not None:
+            mode.tell = mode.caution = session.events.add
+            if checked.capture is True:  # asked for: a user who reads no events learns it too
+                mode.caution = partial(session.events.add, level=logging.WARNING)
     if isinstance(adopted, OffloadAdamW):
         unsettled += _configure(session, adopted, given=adopted is optimizer)
     session.undo += renamed
@@ -317,8 +320,8 @@ def _quality(session: Session, decided: Decided, started: int) -> list[str]:
     elif options.error_rank:
         lines.append(f"error_rank={options.error_rank}: a fit of the error is kept with packed matrices")
     if options.double_quant:
-        what = "scales are quantized too" if decided.packed else "ignored: no weight is packed here"
-        lines.append(f"double_quant=True: {what}")
+        what = ": scales are quantized too" if decided.packed else " ignored: no weight is packed here"
+        lines.append(f"double_quant=True{what}")
     if started:
         lines.append(f"error fit: {started} adapters start from it")
     return lines

@@ -58,18 +58,19 @@ class EventLog:
         with self._lock:
             return list(self._events)
 
-    def add(self, event: str, *, once: bool = False) -> None:
+    def add(self, event: str, *, once: bool = False, level: int | None = None) -> None:
         """Append one event.
 
         Args:
             event: One sentence; the text is stored as given.
             once: Leave it out if the same text is there already, for events that each step would repeat.
+            level: Level at which it is logged; None: the log's own.
         """
         with self._lock:
             if once and event in self._events:
                 return
             self._events.append(event)
-        LOGGER.log(self.level, "%s", event)
+        LOGGER.log(self.level if level is None else max(level, self.level), "%s", event)
         for listener in list(self.listeners):
             listener(event)
 

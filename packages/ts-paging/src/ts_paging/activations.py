@@ -9,6 +9,7 @@ these copies run beside the computation.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import threading
 import weakref
 from collections import deque
@@ -390,16 +391,42 @@ class FileActivations(_Store):
         super().__init__(max_ahead_bytes)
         self.store = store
         self._memory = PinnedAllocator(pinned=False)
+        self._number = itertools.count()
+        self._keys: dict[weakref.ref[_Away], str] = {}
+        self._unwanted: deque[weakref.ref[_Away]] = deque()
 
-    def drop(self, key: str) -> None:
-        """Remove the file of a storage that nobody needs any more."""
-        with contextlib.suppress(KeyError, StateError):
-            self.store.delete(key)
+    def begin(self) -> Run:
+        """Start a run of a block; it comes after the one that began before."""
+        self.sweep()
+        return super().begin()
+
+    def approach(self, run: weakref.ref[Run] | None) -> None:
+        """Start bringing a run that backward comes to next, if it is still wanted."""
+        self.sweep()
+        super().approach(run)
+
+    def short(self) -> bool:
+        """Whether what is parked takes memory that is short now: files do not."""
+        self.sweep()
+        return False
+
+    def sweep(self) -> None:
+        """Remove the files of storages that nobody needs any more.
+
+        Not done where a storage is let go: Python drops what a signal handler raises there, Ctrl-C too.
+        """
+        with self._lock:
+            while self._unwanted:
+                with contextlib.suppress(KeyError, StateError):
+                    self.store.delete(self._keys[self._unwanted[0]])
+                self._keys.pop(self._unwanted.popleft(), None)
 
     def _send(self, away: _Away, data: Tensor) -> None:
-        away.place = f"activation.{self.parked}"
+        self.sweep()
+        away.place = f"activation.{next(self._number)}"  # never one that an interrupted call took
         away.left = self.store.write_async(away.place, data)
-        weakref.finalize(away, self.drop, away.place)
+        # No function of Python's own runs when it goes, so that nothing can be raised there.
+        self._keys[weakref.ref(away, self._unwanted.append)] = away.place
 
     def _fetch(self, aways: Sequence[_Away], urgent: bool) -> None:
         for away in aways:

@@ -409,14 +409,14 @@ class BlockMode:
     Attributes:
         captures: Runs them without launching each kernel; None: eagerly.
         reasons: Block name -> why its latest run was in graph mode, or was not captured.
-        tell: Told of each new reason.
+        tell, caution: Told what was recorded; told once why something was not, or may not stay so.
         turn: Number of the pass.
     """
 
     def __init__(self, captures: Captures | None = None, tell: Callable[[str], object] | None = None) -> None:
         """Know nothing yet."""
         self.captures = captures
-        self.tell = tell or (lambda line: None)
+        self.tell = self.caution = tell or (lambda line: None)
         self.reasons: dict[str, str] = {}
         self.turn = 0
         self._told: set[str] = set()
@@ -511,7 +511,7 @@ class BlockMode:
         """Say a line, the first time that something is spoken of."""
         if what not in self._told:
             self._told.add(what)
-            self.tell(line)
+            self.caution(line)
 
     def _changed(self, block: PagedBlock, interior: Interior) -> None:
         interior.changes += 1

@@ -20,7 +20,9 @@ class OpaqueArgument(Exception):
 
     def __init__(self, value: object) -> None:
         """Say what it is."""
-        super().__init__(f"an argument of type {type(value).__name__}")
+        name = type(value).__name__
+        hint = " (training needs none: pass use_cache=False)" if name.endswith("Cache") else ""
+        super().__init__(f"an argument of type {name}{hint}")
 
 
 class Call:

@@ -443,8 +443,8 @@ class DiskStore:
                 raise KeyError(f"[DiskStore.delete] no tensor was stored under {key!r}")
             entry = self._entries[key]
             _settle(entry)
+            self._folder.unlink(entry.name)  # first: interrupted here, it is deleted again
             del self._entries[key]
-            self._folder.unlink(entry.name)
             self._used -= entry.reserved
 
     def close(self) -> None:

@@ -630,16 +630,27 @@ def test_ctrl_c_while_waiting_for_the_thread(gate):
     b.step()
     a.step()
     assert gate.arrived.wait(60)
+    seen = threading.Event()
+
+    def handler(*_):
+        if not seen.is_set():
+            seen.set()
+            raise KeyboardInterrupt
 
     def press():
-        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+        # Again and again: one that comes between Python's look at signals and the wait itself waits with it.
+        while not seen.wait(0.05):
+            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
-    def wait():
-        threading.Thread(target=press).start()
-        ours[0] + 1
-
-    with pytest.raises(KeyboardInterrupt):
-        wait()
+    before = signal.signal(signal.SIGINT, handler)
+    thread = threading.Thread(target=press)
+    try:
+        with pytest.raises(KeyboardInterrupt):  # noqa: PT012
+            thread.start()
+            ours[0] + 1
+        thread.join()
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert guard_of(ours[0]).pending is not None
     gate.open.set()
     same_state(a, b, ours, theirs)

@@ -112,6 +112,9 @@ def test_trouble_on_the_disk_in_a_step_loses_nothing(checkpoint, tmp_path, after
 
 
 INTERRUPTED = """
+import signal
+# A parent in the background of a shell hands down an ignored SIGINT.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 import os, sys, threading, torch, trainstream
 torch.manual_seed(0)
 model = torch.nn.Sequential(*[torch.nn.Linear(512, 512) for _ in range(4)])

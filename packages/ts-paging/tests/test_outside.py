@@ -3,6 +3,7 @@
 import contextvars
 import copy
 import functools
+import gc
 import random
 import sys
 import types
@@ -138,6 +139,26 @@ def test_a_value_that_changes_in_every_pass_ends_capturing():
         assert same(step(blocks), expected(function))
     captured_steps(blocks, pager, 0)
     assert any("changes from run to run" in reason for reason in pager.block_mode.reasons.values())
+
+
+def test_what_the_garbage_collector_calls_is_not_the_blocks_code():
+    def counts(*_):
+        set_global(SCALE + 1)
+
+    def allocates(x):
+        rows = [[x] for _ in range(50)]
+        return rows[0][0]
+
+    threshold = gc.get_threshold()
+    gc.callbacks.append(counts)
+    gc.set_threshold(1)
+    try:
+        blocks, pager = make(allocates)
+        captured_steps(blocks, pager)
+        assert gc.isenabled()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(counts)
 
 
 def test_a_variable_of_an_enclosing_function_is_followed():

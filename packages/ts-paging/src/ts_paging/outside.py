@@ -184,12 +184,17 @@ class Names:
         """Begin to note."""
         self._before = sys.getprofile()
         self._drawn = _drawn()
+        # Callbacks of the collector, and finalizers that it runs, would be taken for the block's own code.
+        self._collects = gc.isenabled()
+        gc.disable()
         sys.setprofile(self._called)
         return self
 
     def __exit__(self, kind: Any, *_: Any) -> None:
         """End, and look up what the names stand for."""
         sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
         if kind is not None:
             return
         if _drawn() != self._drawn:

@@ -2,27 +2,29 @@
 
     python bench_decode.py [--device cuda] [--shapes 13824x5120 1024x1024] [--dtype bfloat16] [--out FILE]
 
-JSON lines: one with the machine and the versions, then one per shape, codec and contender with the median
-and the best time in milliseconds. Contenders take turns, so a busy machine slows all of them. `gb_per_s`
-counts bytes read and written, `copy_frac` relates it to the copy's. "out" contenders write into a buffer that
-exists; the others allocate their result, as bitsandbytes' function does, which on a CPU costs page faults.
+JSON lines: one with the machine and the versions, then one per shape, codec and contender with the median,
+the best time and the spread in milliseconds. Contenders take turns, so a busy machine slows all of them.
+On a GPU these are calls in a CUDA graph over buffers that the L2 cache does not hold; `call_us` is one call
+by itself, the host's share included (timing.py). `gb_per_s` counts bytes read and written, `copy_frac`
+relates it to the copy's. "out" contenders write into a buffer that exists; the others allocate their result,
+which on a CPU costs page faults.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import io
 import json
 import platform
-import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
+from timing import Contender, measure, own_stream, sets
 
 from ts_core import registry
 from ts_quant import _C, QuantizedTensor, dequantize, quantize, reference
@@ -30,6 +32,8 @@ from ts_quant import _C, QuantizedTensor, dequantize, quantize, reference
 BLOCK_SIZE = 64
 EXPRESSIONS = ("int8", "nf4", "mxfp8", "fp8_row", "fp8_block", "nvfp4")
 SHAPES = ("13824x5120", "1024x1024")
+SLOW_TURNS = 5
+"""Rounds of what takes many times a decode, on a GPU."""
 
 
 def expression(
@@ -73,7 +77,9 @@ def small_float_expression(
     return lambda: (tiles.float() * factor.float()).to(dtype).view(shape)
 
 
-def bitsandbytes(x: torch.Tensor, codec: str) -> dict[str, Callable]:
+def bitsandbytes(
+    x: torch.Tensor, codec: str, outs: list[torch.Tensor], moved: int, slow: int
+) -> dict[str, Contender]:
     """Their decode and encode of the same format, if they have it and are installed."""
     try:
         with contextlib.redirect_stderr(io.StringIO()):
@@ -82,16 +88,25 @@ def bitsandbytes(x: torch.Tensor, codec: str) -> dict[str, Callable]:
         return {}
     if codec == "bnb_int8":
         codes, rows, _ = theirs.int8_vectorwise_quant(x.half())
-        return {"bitsandbytes": lambda: theirs.int8_vectorwise_dequant(codes, rows)}
+        turns = [(codes.clone(), rows.clone()) for _ in outs]
+        return {
+            "bitsandbytes": Contender(
+                [functools.partial(theirs.int8_vectorwise_dequant, *turn) for turn in turns], moved
+            )
+        }
     kind, nested = codec.removesuffix("-dq").removeprefix("bnb_"), codec.endswith("-dq")
     if kind not in ("nf4", "fp4"):
         return {}
     how = {"blocksize": BLOCK_SIZE, "quant_type": kind, "compress_statistics": nested}
     codes, state = theirs.quantize_4bit(x, **how)
-    return {
-        "bitsandbytes": lambda: theirs.dequantize_4bit(codes, state),
-        "bitsandbytes encode": lambda: theirs.quantize_4bit(x, **how),
-    }
+    calls = [functools.partial(theirs.dequantize_4bit, codes.clone(), state) for _ in outs]
+    found = {"bitsandbytes": Contender(calls, moved)}
+    if x.is_cuda:  # their CPU operation has no such variant
+        into = [functools.partial(call, out=out) for call, out in zip(calls, outs, strict=True)]
+        found["bitsandbytes out"] = Contender(into, moved)
+    encode = functools.partial(theirs.quantize_4bit, x, **how)
+    found["bitsandbytes encode"] = Contender([encode], moved, records=False, turns=slow)
+    return found
 
 
 def published(x: torch.Tensor, name: str) -> QuantizedTensor:
@@ -113,40 +128,38 @@ def every_codec() -> list[str]:
     return names + [f"{name}-dq" for name in names if getattr(registry.codec(name), "nests", False)]
 
 
-def contenders(x: torch.Tensor, codec: str) -> tuple[dict[str, Callable], int]:
-    """Return the calls to time, and the bytes of the packed tensor."""
+def contenders(x: torch.Tensor, codec: str, slow_rounds: int) -> dict[str, Contender]:
+    """Who is timed, over as many sets of buffers as it takes to leave the caches."""
     name, double = codec.removesuffix("-dq"), codec.endswith("-dq")
     encodes = registry.codec(name).encodes
     how = {"block_size": BLOCK_SIZE, "double_quant": double}
     qt = quantize(x, name, **how) if encodes else published(x, name)
-    out, few = torch.empty_like(x), x[:8].contiguous()
-    calls = {
-        "copy out": lambda: out.copy_(x),
-        "ts_quant out": lambda: dequantize(qt, out=out),
-        "ts_quant": lambda: dequantize(qt),
-        "linear, 8 rows": lambda: F.linear(few, qt),
-        "linear, 8 rows, plain weight": lambda: F.linear(few, x),
+    moved, count = x.nbytes + qt.packed_bytes, sets(x.nbytes + qt.packed_bytes, x.device)
+    weights = [
+        qt.with_packed({key: part.clone() for key, part in qt.packed.items()}) for _ in range(count - 1)
+    ]
+    weights.append(qt)
+    outs, plain = [torch.empty_like(x) for _ in weights], [x, *(x.clone() for _ in weights[1:])]
+    few = x[:8].contiguous()
+    each = functools.partial
+    found = {
+        "copy out": Contender([each(o.copy_, p) for o, p in zip(outs, plain, strict=True)], 2 * x.nbytes),
+        "ts_quant out": Contender(
+            [each(dequantize, w, out=o) for w, o in zip(weights, outs, strict=True)], moved
+        ),
+        "ts_quant": Contender([each(dequantize, w) for w in weights], moved),
+        "linear, 8 rows": Contender([each(F.linear, few, w) for w in weights], moved),
+        "linear, 8 rows, plain weight": Contender([each(F.linear, few, p) for p in plain], x.nbytes),
     }
+    slow = slow_rounds if x.device.type == "cpu" else SLOW_TURNS
     if encodes:
-        calls["ts_quant encode"] = lambda: quantize(x, name, **how)
+        found["ts_quant encode"] = Contender(
+            [each(quantize, x, name, **how)], moved, records=False, turns=slow
+        )
     if codec in EXPRESSIONS:
-        calls["expression"] = expression(codec, qt.packed, x.shape, x.dtype)
-    return calls | bitsandbytes(x, codec), qt.packed_bytes
-
-
-def time_ms(call: Callable, device: str) -> float:
-    """Time of one call: CUDA events, or the wall clock."""
-    if device == "cpu":
-        begin = time.perf_counter()
-        call()
-        return (time.perf_counter() - begin) * 1e3
-    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    torch.cuda.synchronize()
-    start.record()
-    call()
-    end.record()
-    end.synchronize()
-    return start.elapsed_time(end)
+        calls = [expression(codec, w.packed, x.shape, x.dtype) for w in weights[:2]]
+        found["expression"] = Contender(calls, moved, turns=slow)
+    return found | bitsandbytes(x, codec, outs, moved, slow)
 
 
 def machine(device: str) -> dict[str, object]:
@@ -171,23 +184,14 @@ def machine(device: str) -> dict[str, object]:
     return found
 
 
-def measure(x: torch.Tensor, codec: str, options: argparse.Namespace) -> list[dict[str, object]]:
-    """Time every contender of a codec, in turns."""
-    calls, packed_bytes = contenders(x, codec)
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(options.rounds + 1):
-        for name, call in calls.items():
-            slow = options.device == "cpu" and ("encode" in name or name == "expression")
-            if slow and turn > options.slow_rounds:
-                continue
-            took = time_ms(call, options.device)
-            if turn:  # the first turn warms up
-                times[name].append(took)
-    copy_rate = 2 * x.nbytes / statistics.median(times["copy out"])
+def lines(x: torch.Tensor, codec: str, options: argparse.Namespace) -> list[dict[str, object]]:
+    """Time every contender of a codec."""
+    found = contenders(x, codec, options.slow_rounds)
+    times = measure(found, options.device, options.rounds)
+    copy = found["copy out"].moved / times["copy out"].median()
     rows: list[dict[str, object]] = []
     for name, taken in times.items():
-        median = statistics.median(taken)
-        moved = 2 * x.nbytes if name == "copy out" else x.nbytes + packed_bytes
+        rate = found[name].moved / taken.median()
         rows.append(
             {
                 "codec": codec,
@@ -195,15 +199,15 @@ def measure(x: torch.Tensor, codec: str, options: argparse.Namespace) -> list[di
                 "shape": list(x.shape),
                 "dtype": options.dtype,
                 "block_size": BLOCK_SIZE,
-                "median_ms": round(median, 4),
-                "best_ms": round(min(taken), 4),
-                "gb_per_s": round(moved / median / 1e6, 2),
-                "copy_frac": round(moved / median / copy_rate, 3),
+                **taken.columns(),
+                "gb_per_s": round(rate / 1e9, 2),
+                "copy_frac": round(rate / copy, 3),
             }
         )
     return rows
 
 
+@torch.no_grad()
 def main() -> None:
     """Run the benchmark."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -211,24 +215,27 @@ def main() -> None:
     parser.add_argument("--shapes", nargs="+", default=list(SHAPES), help="rows x columns, such as 4096x4096")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--codecs", nargs="+", default=every_codec(), help="NAME, or NAME-dq")
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, help="default: 15 on a CPU, 7 of several calls on a GPU")
     parser.add_argument("--slow-rounds", type=int, default=3, help="for the expression and for encoding")
     parser.add_argument("--threads", type=int, help="CPU threads; default: PyTorch's")
     parser.add_argument("--out", type=argparse.FileType("w"), default=sys.stdout)
     parser.add_argument("--smoke", action="store_true", help="tiny, once: proves that the script runs")
     options = parser.parse_args()
+    if options.rounds is None:
+        options.rounds = 15 if options.device == "cpu" else 7
     if options.smoke:
         options.shapes, options.rounds, options.slow_rounds = ["128x256"], 1, 1
     if options.threads:
         torch.set_num_threads(options.threads)
+    own_stream(options.device)
     print(json.dumps({"machine": machine(options.device)}), file=options.out)
     for shape in options.shapes:
         rows, columns = map(int, shape.split("x"))
-        generator = torch.Generator().manual_seed(0)
-        x = torch.randn(rows, columns, generator=generator)
-        x = x.to(options.device, getattr(torch, options.dtype))
+        generator = torch.Generator(options.device).manual_seed(0)
+        x = torch.randn(rows, columns, generator=generator, device=options.device)
+        x = x.to(getattr(torch, options.dtype))
         for codec in options.codecs:
-            for row in measure(x, codec, options):
+            for row in lines(x, codec, options):
                 print(json.dumps(row), file=options.out, flush=True)
 
 

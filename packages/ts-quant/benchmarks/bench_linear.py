@@ -1,28 +1,32 @@
 """A linear layer over packed weights, forward and backward, beside bf16 and nf4 that is decoded.
 
-    python bench_linear.py [--tokens 512 2048 8192] [--shape 13824x5120] [--repeat 30] [--out FILE] [--smoke]
+    python bench_linear.py [--tokens 512 2048 8192] [--shape 13824x5120] [--repeat 7] [--out FILE] [--smoke]
 
-JSON lines: one with the machine and the versions, then one per number of tokens and contender with the median
-and the best time in milliseconds, TFLOP/s (two products), `vs_bf16` and `vs_nf4` (how many times faster), and
-the relative error of the output and of the input gradient against the decoded weight in fp32. Contenders take
-turns, so that a busy machine slows all of them. `fp8_row`, `fp8_block`, `mxfp8` and `nvfp4` multiply packed
-where this GPU does (`packed` says whether); with `+backward` the input gradient is packed too, W^T made anew
-in each call, as for a resident weight; with `+slot` W^T is there, as in the slot of a paged block. `matmul`
-lines time the product alone, on operands that are packed already, with fast accumulation and without.
+JSON lines: one with the machine and the versions, then one per number of tokens and contender with the
+median, the best time and the spread in milliseconds, TFLOP/s (two products), `vs_bf16` and `vs_nf4` (how many
+times faster), and the relative error of the output and of the input gradient against the decoded weight in
+fp32. On a GPU these are forward and backward recorded in a CUDA graph, over weights that the L2 cache does
+not hold; `call_us` is the same in eager code, from an idle device on, and `call_vs_bf16` compares that
+(timing.py). Contenders take turns, so that a busy machine slows all of them. `fp8_row`, `fp8_block`, `mxfp8`
+and `nvfp4` multiply packed where this GPU does (`packed` says whether); with `+backward` the input gradient
+is packed too, W^T made anew in each call, as for a resident weight; with `+slot` W^T is there, as in the slot
+of a paged block. `matmul` lines time the product alone, on operands that are packed already, with fast
+accumulation and without.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from timing import Contender, measure, own_stream, sets
 from torch import nn
 
 from ts_quant import _C, Matmul, QuantizedTensor, quantize
@@ -65,9 +69,8 @@ def step(x: torch.Tensor, weight: torch.Tensor, grad: torch.Tensor) -> Callable[
     """Forward and backward of one layer."""
 
     def run() -> tuple:
-        own = (
-            x.detach().requires_grad_()
-        )  # another tensor each time: what it is quantized to is not found again
+        # Another tensor each time: what it is quantized to is not found again.
+        own = x.detach().requires_grad_()
         y = nn.functional.linear(own, weight)
         return y, torch.autograd.grad(y, own, grad)[0]
 
@@ -87,26 +90,19 @@ def alone(codec: str, weight: QuantizedTensor, x: torch.Tensor, fast: bool) -> C
     return run
 
 
-def timed(calls: dict[str, Callable], repeat: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each call, taken in turns."""
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(repeat + 3):
-        for name, call in calls.items():
-            if device.type == "cuda":
-                first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                torch.cuda.synchronize()
-                first.record()
-                call()
-                last.record()
-                torch.cuda.synchronize()
-                spent = first.elapsed_time(last)
-            else:
-                start = time.perf_counter()
-                call()
-                spent = (time.perf_counter() - start) * 1e3
-            if turn >= 3:
-                times[name].append(spent)
-    return times
+def again(weight: torch.Tensor) -> torch.Tensor:
+    """The same weight in memory of its own."""
+    if not isinstance(weight, QuantizedTensor):
+        return weight.clone()
+    made = weight.with_packed({key: part.clone() for key, part in weight.packed.items()})
+    made.matmul_options = weight.matmul_options
+    return made
+
+
+def rotated(weight: torch.Tensor) -> list[torch.Tensor]:
+    """The weight and as many copies as it takes to leave the caches."""
+    size = weight.packed_bytes if isinstance(weight, QuantizedTensor) else weight.nbytes
+    return [weight, *(again(weight) for _ in range(sets(size, weight.device) - 1))]
 
 
 def relative(got: torch.Tensor, want: torch.Tensor) -> float:
@@ -124,7 +120,7 @@ def errors(weight: torch.Tensor, call: Callable, x: torch.Tensor, grad: torch.Te
     }
 
 
-def measure(tokens: int, shape: tuple[int, int], repeat: int, device: torch.device) -> list[dict]:
+def lines_of(tokens: int, shape: tuple[int, int], repeat: int, device: torch.device) -> list[dict]:
     """Lines for one number of tokens."""
     generator = torch.Generator(device).manual_seed(0)
     outputs, inputs = shape
@@ -132,26 +128,30 @@ def measure(tokens: int, shape: tuple[int, int], repeat: int, device: torch.devi
     x = torch.randn(tokens, inputs, generator=generator, device=device).to(DTYPE).requires_grad_()
     grad = torch.randn(tokens, outputs, generator=generator, device=device).to(DTYPE)
     held = weights(plain)
-    calls: dict[str, Callable] = {name: step(x, weight, grad) for name, weight in held.items()}
+    runs = {
+        name: Contender([step(x, each, grad) for each in rotated(weight)]) for name, weight in held.items()
+    }
     products = {
-        f"{codec} matmul{' fast' if fast else ''}": alone(codec, held[codec], x, fast)
+        f"{codec} matmul{' fast' if fast else ''}": Contender(
+            [alone(codec, each, x, fast) for each in rotated(held[codec])]
+        )
         for codec in ("fp8_row", "fp8_block")
         if codec in held and multiplies(codec, device) and PRODUCTS[codec].accepts(shape)
         for fast in ((False, True) if codec == "fp8_row" else (False,))
     }
-    products["bf16 matmul"] = lambda: nn.functional.linear(x.detach(), plain)
-    times = timed({**calls, **products}, repeat, device)
-    medians = {name: statistics.median(spent) for name, spent in times.items()}
+    wide = [functools.partial(nn.functional.linear, x.detach(), each) for each in rotated(plain)]
+    products["bf16 matmul"] = Contender(wide)
+    times = measure({**runs, **products}, device, repeat, at_least=6)
+    medians = {name: 1e3 * taken.median() for name, taken in times.items()}
+    calls = {name: statistics.median(taken.alone or taken.seconds) for name, taken in times.items()}
     flops = 2 * tokens * outputs * inputs
     lines = []
-    for name, spent in times.items():
+    for name, taken in times.items():
         line = {
             "tokens": tokens,
             "shape": f"{outputs}x{inputs}",
             "contender": name,
-            "median_ms": round(medians[name], 4),
-            "best_ms": round(min(spent), 4),
-            "spread_ms": round(max(spent) - min(spent), 4),
+            **taken.columns(),
         }
         if name in products:
             line["tflops"] = round(flops / medians[name] / 1e9, 1)
@@ -161,7 +161,8 @@ def measure(tokens: int, shape: tuple[int, int], repeat: int, device: torch.devi
             line["vs_bf16"] = round(medians["bf16"] / medians[name], 3)
             line["vs_nf4"] = round(medians["nf4"] / medians[name], 3)
             line["packed"] = multiplies(name.split("+")[0], device)
-            line |= errors(held[name], calls[name], x, grad)
+            line["call_vs_bf16"] = round(calls["bf16"] / calls[name], 3)
+            line |= errors(held[name], runs[name].calls[0], x, grad)
         lines.append(line)
     return lines
 
@@ -171,7 +172,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--tokens", type=int, nargs="+", default=list(TOKENS))
     parser.add_argument("--shape", default=SHAPE, help="outputs x inputs")
-    parser.add_argument("--repeat", type=int, default=30)
+    parser.add_argument("--repeat", type=int, default=7)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--smoke", action="store_true", help="small and short, to see that it runs")
@@ -180,10 +181,11 @@ def main() -> None:
         chosen.tokens, chosen.shape, chosen.repeat = [8], "512x512", 2
     device = torch.device(chosen.device)
     outputs, inputs = (int(side) for side in chosen.shape.split("x"))
+    own_stream(device)
     lines = [machine(device)]
     print(json.dumps(lines[0]), flush=True)
     for tokens in chosen.tokens:
-        for line in measure(tokens, (outputs, inputs), chosen.repeat, device):
+        for line in lines_of(tokens, (outputs, inputs), chosen.repeat, device):
             print(json.dumps(line), flush=True)
             lines.append(line)
     if chosen.out is not None:

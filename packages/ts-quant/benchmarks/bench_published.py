@@ -2,24 +2,25 @@
 
     python bench_published.py [--device cuda] [--rows 13824 --columns 5120] [--dtype bfloat16] [--out FILE]
 
-JSON lines: one with the machine and the versions, then one per format with the median and the best time in
-milliseconds of the kernel, which writes into a buffer that exists. `gb_per_s` counts bytes read and written,
-`copy_frac` relates it to the copy's. Formats and the copy take turns, so a busy machine slows all of them.
+JSON lines: one with the machine and the versions, then one per format with the median, the best time and the
+spread in milliseconds of a decode into a buffer that exists; on a GPU as one of several calls in a CUDA
+graph, over buffers that the L2 cache does not hold, and as `call_us` by itself (timing.py). `gb_per_s` counts
+bytes read and written, `copy_frac` relates it to the copy's. All take turns, so a busy machine slows all of
+them.
 """
 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import platform
-import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from timing import Contender, measure, own_stream, sets
 
 from ts_core import registry
 from ts_quant import QuantizedTensor
@@ -60,34 +61,24 @@ def example(
     packed = {}
     for part, (kind, size) in registry.codec(name).parts(shape, meta).items():
         if part == "g_idx":
-            made = (torch.arange(size[0]) // meta.block_size)[torch.randperm(size[0])].to(kind)
+            order = torch.randperm(size[0], device=device)
+            made = (torch.arange(size[0], device=device) // meta.block_size)[order].to(kind)
         elif kind.is_floating_point:
-            made = torch.rand(size).to(kind)
+            made = torch.rand(size, device=device).to(kind)
         elif kind == torch.uint8:
-            made = torch.randint(0, 120, size, dtype=kind)
+            made = torch.randint(0, 120, size, dtype=kind, device=device)
         else:
-            made = torch.randint(-(1 << 31), (1 << 31) - 1, size, dtype=torch.int64).to(kind)
-        packed[part] = made.to(device)
+            made = torch.randint(-(1 << 31), (1 << 31) - 1, size, dtype=torch.int64, device=device).to(kind)
+        packed[part] = made
     return QuantizedTensor.from_packed(packed, name, shape, dtype, meta)
-
-
-def clock(run: Callable[[], Any], device: torch.device) -> float:
-    """Seconds of one call."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    start = time.perf_counter()
-    run()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter() - start
 
 
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--rows", type=int, default=4096)
-    parser.add_argument("--columns", type=int, default=4096)
+    parser.add_argument("--rows", type=int, default=13824)
+    parser.add_argument("--columns", type=int, default=5120)
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float16", "float32"])
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--out", type=Path)
@@ -97,34 +88,35 @@ def main(argv: list[str] | None = None) -> None:
         options.rows, options.columns, options.turns = 256, 512, 1
     device, dtype = torch.device(options.device), getattr(torch, options.dtype)
     shape = (options.rows, options.columns)
-    out = torch.empty(shape, dtype=dtype, device=device)
-    source = torch.rand(shape, device=device).to(dtype)
-    runs: dict[str, tuple[Callable[[], Any], int]] = {"copy": (lambda: out.copy_(source), 2 * out.nbytes)}
+    own_stream(device)
+    count = sets(options.rows * options.columns * dtype.itemsize, device)
+    outs = [torch.empty(shape, dtype=dtype, device=device) for _ in range(count)]
+    sources = [torch.rand(shape, device=device).to(dtype) for _ in outs]
+    copies = [functools.partial(o.copy_, s) for o, s in zip(outs, sources, strict=True)]
+    runs = {"copy": Contender(copies, 2 * outs[0].nbytes)}
     for label, ((name, meta), stacked) in descriptions().items():
         size = (1, *shape[::-1]) if stacked else shape
-        tensor = example(name, meta, size, device, dtype)
-        into = out.view(size)
-        runs[label] = (lambda t=tensor, o=into: t.dequantize(out=o), tensor.packed_bytes + out.nbytes)
-    times: dict[str, list[float]] = {label: [] for label in runs}
-    for turn in range(options.turns + 2):
-        for label, (run, _) in runs.items():
-            seconds = clock(run, device)
-            if turn >= 2:
-                times[label].append(seconds)
+        first = example(name, meta, size, device, dtype)
+        tensors = [first]
+        for _ in outs[1:]:
+            tensors.append(first.with_packed({key: part.clone() for key, part in first.packed.items()}))
+        calls = [
+            functools.partial(t.dequantize, out=o.view(size)) for t, o in zip(tensors, outs, strict=True)
+        ]
+        runs[label] = Contender(calls, first.packed_bytes + outs[0].nbytes)
+    times = measure(runs, device, options.turns)
     machine = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor()
     lines: list[dict[str, Any]] = [
         {"machine": machine, "torch": torch.__version__, "threads": torch.get_num_threads(), "shape": shape}
     ]
-    copy = runs["copy"][1] / statistics.median(times["copy"])
-    for label, (_, nbytes) in runs.items():
-        median = statistics.median(times[label])
-        rate = nbytes / median
+    copy = runs["copy"].moved / times["copy"].median()
+    for label, taken in times.items():
+        rate = runs[label].moved / taken.median()
         lines.append(
             {
                 "format": label,
                 "dtype": options.dtype,
-                "median_ms": round(1e3 * median, 4),
-                "best_ms": round(1e3 * min(times[label]), 4),
+                **taken.columns(),
                 "gb_per_s": round(rate / 1e9, 2),
                 "copy_frac": round(rate / copy, 3),
             }

@@ -18,6 +18,81 @@ TS_HOST_DEVICE static inline float read_half(const uint8_t* p) {
 #endif
 }
 
+// N bytes of a block from `p` on, shifted right, of which `mask` is kept. `p` is a multiple of
+// kAlign. The GPU takes eight, in words, and shifts and masks four of them at once.
+template <int N, int kAlign>
+struct Fields {
+#if defined(__CUDA_ARCH__)
+  static_assert(N == 8);
+  uint32_t words[2];
+  __device__ __forceinline__ Fields(const uint8_t* p, int shift, uint32_t mask) {
+    if constexpr (kAlign == 8) {
+      const uint2 both = *reinterpret_cast<const uint2*>(p);
+      words[0] = both.x, words[1] = both.y;
+    } else if constexpr (kAlign == 4) {
+      words[0] = reinterpret_cast<const uint32_t*>(p)[0];
+      words[1] = reinterpret_cast<const uint32_t*>(p)[1];
+    } else {
+      const uint16_t* halves = reinterpret_cast<const uint16_t*>(p);
+      words[0] = halves[0] | static_cast<uint32_t>(halves[1]) << 16;
+      words[1] = halves[2] | static_cast<uint32_t>(halves[3]) << 16;
+    }
+    words[0] = words[0] >> shift & mask * 0x01010101u;
+    words[1] = words[1] >> shift & mask * 0x01010101u;
+  }
+  __device__ __forceinline__ int operator[](int i) const {
+    return static_cast<int>(words[i / 4] >> 8 * (i % 4) & 255u);
+  }
+#else
+  const uint8_t* p;
+  int shift;
+  int mask;
+  TS_ALWAYS_INLINE Fields(const uint8_t* bytes, int right, int kept)
+      : p(bytes), shift(right), mask(kept) {}
+  TS_ALWAYS_INLINE int operator[](int i) const { return p[i] >> shift & mask; }
+#endif
+};
+
+// Fields whose upper bits, from `up` on, lie elsewhere.
+template <int N, int kAlign>
+struct JoinedFields {
+  Fields<N, kAlign> low;
+#if defined(__CUDA_ARCH__)
+  __device__ __forceinline__ JoinedFields(Fields<N, kAlign> a, Fields<N, kAlign> b, int up)
+      : low(a) {
+    low.words[0] |= b.words[0] << up;
+    low.words[1] |= b.words[1] << up;
+  }
+  __device__ __forceinline__ int operator[](int i) const { return low[i]; }
+#else
+  Fields<N, kAlign> high;
+  int up;
+  TS_ALWAYS_INLINE JoinedFields(Fields<N, kAlign> a, Fields<N, kAlign> b, int place)
+      : low(a), high(b), up(place) {}
+  TS_ALWAYS_INLINE int operator[](int i) const { return low[i] | high[i] << up; }
+#endif
+};
+
+// Fields of four bits whose fifth are the lowest bits of a word.
+template <int N, int kAlign>
+struct FifthFields {
+  Fields<N, kAlign> low;
+#if defined(__CUDA_ARCH__)
+  // The product has bit i of four in the lowest bit of byte i; no two of its terms meet.
+  __device__ __forceinline__ FifthFields(Fields<N, kAlign> a, uint32_t fifth) : low(a) {
+    low.words[0] |= ((fifth & 15u) * 0x00204081u & 0x01010101u) << 4;
+    low.words[1] |= ((fifth >> 4 & 15u) * 0x00204081u & 0x01010101u) << 4;
+  }
+  __device__ __forceinline__ int operator[](int i) const { return low[i]; }
+#else
+  uint32_t high;
+  TS_ALWAYS_INLINE FifthFields(Fields<N, kAlign> a, uint32_t fifth) : low(a), high(fifth) {}
+  TS_ALWAYS_INLINE int operator[](int i) const {
+    return low[i] | ((high & (1u << i)) != 0 ? 16 : 0);
+  }
+#endif
+};
+
 // In each type: `run<N>(block, first, v)` writes values [first, first + N) of a block. They lie in
 // one stretch of kRun values, within which scale and shift do not change.
 
@@ -26,9 +101,8 @@ struct GgufQ4_0 {
   template <int N>
   TS_HOST_DEVICE static TS_ALWAYS_INLINE void run(const uint8_t* b, int first, float* v) {
     const float d = read_half(b);
-    const uint8_t* q = b + 2 + first % 16;
-    const int shift = first / 16 * 4;
-    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>((q[i] >> shift & 15) - 8);
+    const Fields<N, 2> q(b + 2 + first % 16, first / 16 * 4, 15);
+    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i] - 8);
   }
 };
 
@@ -37,9 +111,8 @@ struct GgufQ4_1 {
   template <int N>
   TS_HOST_DEVICE static TS_ALWAYS_INLINE void run(const uint8_t* b, int first, float* v) {
     const float d = read_half(b), m = read_half(b + 2);
-    const uint8_t* q = b + 4 + first % 16;
-    const int shift = first / 16 * 4;
-    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i] >> shift & 15) + m;
+    const Fields<N, 4> q(b + 4 + first % 16, first / 16 * 4, 15);
+    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i]) + m;
   }
 };
 
@@ -53,13 +126,9 @@ struct GgufQ5_0 {
   template <int N>
   TS_HOST_DEVICE static TS_ALWAYS_INLINE void run(const uint8_t* b, int first, float* v) {
     const float d = read_half(b);
-    const uint32_t high = read_word(b + 2) >> first;
-    const uint8_t* q = b + 6 + first % 16;
-    const int shift = first / 16 * 4;
-    for (int i = 0; i < N; ++i) {
-      const int fifth = (high & (1u << i)) != 0 ? 16 : 0;
-      v[i] = d * static_cast<float>(((q[i] >> shift & 15) | fifth) - 16);
-    }
+    const Fields<N, 2> low(b + 6 + first % 16, first / 16 * 4, 15);
+    const FifthFields<N, 2> q(low, read_word(b + 2) >> first);
+    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i] - 16);
   }
 };
 
@@ -68,13 +137,9 @@ struct GgufQ5_1 {
   template <int N>
   TS_HOST_DEVICE static TS_ALWAYS_INLINE void run(const uint8_t* b, int first, float* v) {
     const float d = read_half(b), m = read_half(b + 2);
-    const uint32_t high = read_word(b + 4) >> first;
-    const uint8_t* q = b + 8 + first % 16;
-    const int shift = first / 16 * 4;
-    for (int i = 0; i < N; ++i) {
-      const int fifth = (high & (1u << i)) != 0 ? 16 : 0;
-      v[i] = d * static_cast<float>((q[i] >> shift & 15) | fifth) + m;
-    }
+    const Fields<N, 8> low(b + 8 + first % 16, first / 16 * 4, 15);
+    const FifthFields<N, 8> q(low, read_word(b + 4) >> first);
+    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i]) + m;
   }
 };
 
@@ -83,7 +148,7 @@ struct GgufQ8_0 {
   template <int N>
   TS_HOST_DEVICE static TS_ALWAYS_INLINE void run(const uint8_t* b, int first, float* v) {
     const float d = read_half(b);
-    const uint8_t* q = b + 2 + first;
+    const Fields<N, 2> q(b + 2 + first, 0, 255);
     for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(static_cast<int8_t>(q[i]));
   }
 };
@@ -108,9 +173,8 @@ struct GgufQ4_K {
     k_scale(b + 4, j, &scale, &minimum);
     const float d = read_half(b) * static_cast<float>(scale);
     const float m = read_half(b + 2) * static_cast<float>(minimum);
-    const uint8_t* q = b + 16 + j / 2 * 32 + first % 32;
-    const int shift = j % 2 * 4;
-    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i] >> shift & 15) - m;
+    const Fields<N, 8> q(b + 16 + j / 2 * 32 + first % 32, j % 2 * 4, 15);
+    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i]) - m;
   }
 };
 
@@ -123,13 +187,10 @@ struct GgufQ5_K {
     k_scale(b + 4, j, &scale, &minimum);
     const float d = read_half(b) * static_cast<float>(scale);
     const float m = read_half(b + 2) * static_cast<float>(minimum);
-    const uint8_t* high = b + 16 + first % 32;
-    const uint8_t* q = b + 48 + j / 2 * 32 + first % 32;
-    const int shift = j % 2 * 4;
-    for (int i = 0; i < N; ++i) {
-      const int code = (q[i] >> shift & 15) | (high[i] >> j & 1) << 4;
-      v[i] = d * static_cast<float>(code) - m;
-    }
+    const Fields<N, 8> high(b + 16 + first % 32, j, 1);
+    const Fields<N, 8> low(b + 48 + j / 2 * 32 + first % 32, j % 2 * 4, 15);
+    const JoinedFields<N, 8> q(low, high, 4);
+    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i]) - m;
   }
 };
 
@@ -141,13 +202,10 @@ struct GgufQ6_K {
     const int half = first / 128, row = first % 128 / 32;
     const float d =
         read_half(b + 208) * static_cast<float>(static_cast<int8_t>(b[192 + first / 16]));
-    const uint8_t* low = b + 64 * half + row % 2 * 32 + first % 32;
-    const uint8_t* high = b + 128 + 32 * half + first % 32;
-    const int shift = row / 2 * 4;
-    for (int i = 0; i < N; ++i) {
-      const int code = (low[i] >> shift & 15) | (high[i] >> 2 * row & 3) << 4;
-      v[i] = d * static_cast<float>(code - 32);
-    }
+    const Fields<N, 2> low(b + 64 * half + row % 2 * 32 + first % 32, row / 2 * 4, 15);
+    const Fields<N, 2> high(b + 128 + 32 * half + first % 32, 2 * row, 3);
+    const JoinedFields<N, 2> q(low, high, 4);
+    for (int i = 0; i < N; ++i) v[i] = d * static_cast<float>(q[i] - 32);
   }
 };
 

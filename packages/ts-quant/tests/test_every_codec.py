@@ -139,6 +139,21 @@ def test_decoding_is_the_same_everywhere(packing, device):
 
 
 @every_packing
+@pytest.mark.parametrize("device", devices())
+def test_several_tiles_decode_as_on_the_cpu(packing, device):
+    """More than one tile of every kernel each way, the last incomplete; aligned, and at an odd address."""
+    qt = packed(packing, (208, 1280))
+    there = qt.to(device)
+    for dtype in (torch.float32, torch.bfloat16):
+        want = qt.dequantize(dtype)
+        assert_bit_equal(there.dequantize(dtype), want)
+        odd = torch.full((want.numel() + 2,), float("nan"), dtype=dtype, device=device)
+        there.dequantize(out=odd[1:-1].view(want.shape))
+        assert_bit_equal(odd[1:-1].view(want.shape), want)
+        assert odd[[0, -1]].isnan().all()
+
+
+@every_packing
 def test_no_rows(packing):
     try:
         registry.codec(packing[0]).parts((0, 256), packing[1])

@@ -52,6 +52,18 @@ def test_kernels_equal_reference(name, device, isa, data):
 @pytest.mark.parametrize("name", FORMATS)
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block_size", [8, 24, 1000, 8200, 50_000])
+def test_blocks_begin_anywhere_in_a_tile_of_the_kernels(name, device, dtype, block_size):
+    layout, encode, decode = FORMATS[name]
+    x = make_tensor((40_011,), dtype=dtype, seed=block_size)
+    codes, absmax = encode(x, block_size)
+    got = layout.dequantize(codes.to(device), absmax.to(device), x.shape, dtype, block_size)
+    assert_bit_equal(got, decode(codes, absmax, x.shape, dtype, block_size))
+
+
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("offset", [1, 2, 3, 4, 5])
 def test_unaligned_memory(name, device, isa, dtype, offset):
     layout, encode, decode = FORMATS[name]

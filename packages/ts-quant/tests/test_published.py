@@ -137,6 +137,47 @@ def test_gptq(device, isa, bits, rows, columns, group_size, order, offset, scale
 
 
 @pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize(("group_size", "order"), [(64, False), (12, False), (64, True)])
+@pytest.mark.parametrize("columns", [1056, 1060])
+def test_gptq_of_several_tiles(device, bits, group_size, order, columns):
+    """A group for eight columns, for fewer, or for each; columns in eights or not; absent groups."""
+    rows, columns = 80, columns // (32 // bits) * (32 // bits)
+    codes, zeros, scale, g_idx = grouped(rows, columns, group_size, bits, 0, order)
+    if order:
+        g_idx[7], g_idx[600] = len(scale), -1
+    qweight, qzeros = groups.pack_gptq(codes, zeros, bits, 1)
+    packed = {"qweight": qweight, "qzeros": qzeros, "scales": scale} | ({"g_idx": g_idx} if order else {})
+    meta = GPTQ_CODEC.describe(group_size, bits, zero_offset=1, act_order=order)
+    clipped = (
+        g_idx if g_idx is None else torch.where(g_idx < 0, len(scale) - 1, g_idx.clamp(max=len(scale) - 1))
+    )
+    expected = groups.gptq(qweight, qzeros, scale, group_size, bits=bits, zero_offset=1, g_idx=clipped)
+    decodes(packed, GPTQ_CODEC, (rows, columns), meta, expected, device)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("group_size", [64, 100])
+@pytest.mark.parametrize(("rows", "columns"), [(144, 528), (136, 523)])
+def test_awq_of_several_tiles(device, group_size, rows, columns):
+    codes, zeros, scale, _ = grouped(rows, columns, group_size, 4, 0)
+    qweight, qzeros = groups.pack_awq(codes, zeros)
+    packed = {"qweight": qweight, "qzeros": qzeros, "scales": scale}
+    expected = groups.awq(qweight, qzeros, scale, group_size)
+    decodes(packed, AWQ_CODEC, (rows, columns), AWQ_CODEC.describe(group_size), expected, device)
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("rows", [72, 131])
+def test_transposed_mxfp4_of_several_tiles(device, rows):
+    codes, scales, _ = fp4_parts((2, rows), 320, 32, 0, False)
+    expected = fp_published.mxfp4(codes, scales).transpose(1, 2).contiguous()
+    packed = {"codes": codes.flatten(0, 1), "scales": scales.flatten(0, 1)}
+    meta = MXFP4_CODEC.describe(transposed=True)
+    decodes(packed, MXFP4_CODEC, tuple(expected.shape), meta, expected, device)
+
+
+@pytest.mark.parametrize("device", devices())
 @fixture_is_constant
 @given(
     rows=st.integers(1, 40),

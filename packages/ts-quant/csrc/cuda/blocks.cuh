@@ -71,11 +71,29 @@ struct Word<float> {
 };
 
 // A 16-byte store to global memory, `p` 16-byte aligned. Where the other branch stores element by
-// element, the compiler makes four stores of a plain one.
+// element, the compiler makes four stores of a plain one. Loads may move across it: no kernel reads
+// what it writes to global memory.
 __device__ __forceinline__ void store16(void* p, uint4 w) {
   asm volatile("st.global.v4.u32 [%0], {%1, %2, %3, %4};" ::"l"(__cvta_generic_to_global(p)),
-               "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w)
-               : "memory");
+               "r"(w.x), "r"(w.y), "r"(w.z), "r"(w.w));
+}
+
+// The first `count` of eight values, or all; `wide`: in 16-byte stores, `out` is 16-byte aligned.
+template <typename T>
+__device__ __forceinline__ void store_eight(T* out, const float* v, int64_t count, bool wide) {
+  constexpr int kElements = Word<T>::kElements;
+#pragma unroll
+  for (int i = 0; i < 8; i += kElements) {
+    const uint4 word = Word<T>::make(v + i);
+    if (wide && i + kElements <= count) {
+      store16(out + i, word);
+    } else {
+      const T* each = reinterpret_cast<const T*>(&word);
+#pragma unroll
+      for (int k = 0; k < kElements; ++k)  // counted: the word stays in registers
+        if (i + k < count) out[i + k] = each[k];
+    }
+  }
 }
 
 // Eight elements in 16-byte loads; `p` is 16-byte aligned.
@@ -100,27 +118,60 @@ __device__ __forceinline__ uint32_t magnitude_bits(float x) {
   return __float_as_uint(x) & 0x7FFFFFFFu;
 }
 
-// From the number of a group of elements to the number of its block: a shift where the groups of a
-// block are a power of two, else a division.
+// From the number of a group of elements to the number of its block: a product with the reciprocal,
+// rounded up, which is exact for 31 and 63 bits. Both reciprocals lack their highest bit, which the
+// sums add.
 struct BlockOf {
   int64_t groups_per_block;
-  int shift;  // -1: divide
+  uint64_t wide;
+  uint32_t narrow;
+  int shift, small_shift;
+  // Below 2^31.
+  __device__ __forceinline__ uint32_t small(uint32_t group) const {
+    return (__umulhi(group, narrow) + group) >> small_shift;
+  }
   __device__ __forceinline__ int64_t operator()(int64_t group) const {
-    if (shift >= 0) return group >> shift;
-    if (static_cast<uint64_t>(group | groups_per_block) >> 32 == 0)
-      return static_cast<uint32_t>(group) / static_cast<uint32_t>(groups_per_block);
-    return group / groups_per_block;
+    const uint64_t g = static_cast<uint64_t>(group);
+    if (g >> 31 == 0) return small(static_cast<uint32_t>(g));
+    return static_cast<int64_t>((__umul64hi(g, wide) + g) >> shift);
   }
 };
 
 inline BlockOf block_of(int64_t groups_per_block) {
-  BlockOf f{groups_per_block, -1};
-  if ((groups_per_block & (groups_per_block - 1)) == 0) {
-    f.shift = 0;
-    while ((int64_t{1} << f.shift) < groups_per_block) ++f.shift;
-  }
-  return f;
+  const uint64_t d = static_cast<uint64_t>(groups_per_block);
+  int shift = 0;
+  while (uint64_t{1} << shift < d) ++shift;
+  const uint64_t missing = (uint64_t{1} << shift) - d;
+  const auto wide = (static_cast<unsigned __int128>(missing) << 64) / d + 1;
+  // From 2^31 on, whatever `small` takes is in block 0.
+  const uint64_t narrow = d >> 31 != 0 ? 0 : (missing << 32) / d + 1;
+  return BlockOf{groups_per_block, static_cast<uint64_t>(wide), static_cast<uint32_t>(narrow),
+                 shift, shift < 31 ? shift : 31};
 }
+
+// The words of 16 bytes of outputs that a CUDA block decodes, kUnroll a thread, and the blocks that
+// they are in. `clamped` words are always there: loads need no branch, and follow one another.
+constexpr int kWordsOf = kThreads * kUnroll;
+struct Span {
+  int64_t first, first_block;
+  int count;
+  uint32_t begun;  // groups of the first block before the first word
+  __device__ __forceinline__ Span(int64_t words, const BlockOf& block_of_word) {
+    first = int64_t{blockIdx.x} * kWordsOf;
+    count = static_cast<int>(min(words - first, int64_t{kWordsOf}));
+    first_block = block_of_word(first);
+    begun = static_cast<uint32_t>(first - first_block * block_of_word.groups_per_block);
+  }
+  __device__ __forceinline__ int local(int u) const {
+    return u * kThreads + static_cast<int>(threadIdx.x);
+  }
+  __device__ __forceinline__ int clamped(int u) const { return min(local(u), count - 1); }
+  __device__ __forceinline__ int64_t block(int u, const BlockOf& block_of_word) const {
+    return first_block + block_of_word.small(begun + static_cast<uint32_t>(clamped(u)));
+  }
+};
+// What fits `begun`; larger blocks go element by element.
+constexpr int64_t kLargestBlock = int64_t{1} << 30;  // words
 
 inline bool aligned(const void* p, uintptr_t bytes) {
   return reinterpret_cast<uintptr_t>(p) % bytes == 0;

@@ -45,25 +45,22 @@ __global__ void decode_eight_bit_kernel(const int8_t* __restrict__ codes, Scales
   constexpr int kElements = Word<T>::kElements;
   using Packed = std::conditional_t<kElements == 8, uint2, uint1>;
   __shared__ float table[Scales::kSize];
-  const int64_t start = int64_t{blockIdx.x} * (kThreads * kUnroll) + threadIdx.x;
+  const Span span(words, block_of_word);
+  const Packed* from = reinterpret_cast<const Packed*>(codes) + span.first;
+  uint4* to = reinterpret_cast<uint4*>(out) + span.first;
   Packed packed[kUnroll];
   typename Scales::Raw raw[kUnroll];
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t word = start + u * kThreads;
-    if (word < words) {
-      packed[u] = reinterpret_cast<const Packed*>(codes)[word];
-      raw[u] = scales.load(block_of_word(word));
-    }
-  }
+  for (int u = 0; u < kUnroll; ++u) packed[u] = from[span.clamped(u)];
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) raw[u] = scales.load(span.block(u, block_of_word));
   if constexpr (Scales::kSize > 1) {
     scales.fill(table);
     __syncthreads();
   }
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t word = start + u * kThreads;
-    if (word < words) {
+    if (span.local(u) < span.count) {
       const Rule rule(scales.value(raw[u], table));
       float v[kElements];
 #pragma unroll
@@ -71,7 +68,7 @@ __global__ void decode_eight_bit_kernel(const int8_t* __restrict__ codes, Scales
         v[i] = rule(code_in(packed[u].x, i));
         if constexpr (kElements == 8) v[4 + i] = rule(code_in(packed[u].y, i));
       }
-      reinterpret_cast<uint4*>(out)[word] = Word<T>::make(v);
+      to[span.local(u)] = Word<T>::make(v);
     }
   }
 }
@@ -102,10 +99,11 @@ void launch_decode_eight_bit(const int8_t* codes, Scales scales, void* data, DTy
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kElements = Word<T>::kElements;
     T* out = static_cast<T*>(data);
-    const bool wide = block_size % kElements == 0 && aligned(out, 16) && aligned(codes, kElements);
+    const bool wide = block_size % kElements == 0 && block_size / kElements <= kLargestBlock &&
+                      aligned(out, 16) && aligned(codes, kElements);
     const int64_t words = wide ? n / kElements : 0;
     if (words > 0) {
-      decode_eight_bit_kernel<Rule><<<grid_for(words, kThreads * kUnroll), kThreads, 0, stream>>>(
+      decode_eight_bit_kernel<Rule><<<grid_for(words, kWordsOf), kThreads, 0, stream>>>(
           codes, scales, out, words, block_of(block_size / kElements));
       cuda_check_launch(op);
     }

@@ -25,22 +25,19 @@ __global__ void decode_four_bit_kernel(const uint8_t* __restrict__ codes, Scales
   using Packed = std::conditional_t<kElements == 8, uint32_t, uint16_t>;
   __shared__ float levels[16];
   __shared__ float table[Scales::kSize];
-  const int64_t start = int64_t{blockIdx.x} * (kThreads * kUnroll) + threadIdx.x;
+  const Span span(words, block_of_word);
+  const Packed* from = reinterpret_cast<const Packed*>(codes) + span.first;
+  uint4* to = reinterpret_cast<uint4*>(out) + span.first;
   Packed packed[kUnroll];
   typename Scales::Raw raw[kUnroll];
 #pragma unroll
-  for (int u = 0; u < kUnroll; ++u) {
-    const int64_t word = start + u * kThreads;
-    if (word < words) {
-      packed[u] = __ldg(reinterpret_cast<const Packed*>(codes) + word);
-      raw[u] = scales.load(block_of_word(word));
-    }
-  }
+  for (int u = 0; u < kUnroll; ++u) packed[u] = __ldg(from + span.clamped(u));
+#pragma unroll
+  for (int u = 0; u < kUnroll; ++u) raw[u] = scales.load(span.block(u, block_of_word));
   fill_tables<Levels>(levels, table, scales);  // while the loads are on their way
 #pragma unroll
   for (int u = 0; u < kUnroll; ++u) {
-    const int64_t word = start + u * kThreads;
-    if (word < words) {
+    if (span.local(u) < span.count) {
       const float scale = scales.value(raw[u], table);
       float v[kElements];
 #pragma unroll
@@ -49,7 +46,7 @@ __global__ void decode_four_bit_kernel(const uint8_t* __restrict__ codes, Scales
         const unsigned nibble = (packed[u] >> (8 * (i / 2) + (i & 1 ? 0 : 4))) & 15u;
         v[i] = __fmul_rn(levels[nibble], scale);
       }
-      reinterpret_cast<uint4*>(out)[word] = Word<T>::make(v);
+      to[span.local(u)] = Word<T>::make(v);
     }
   }
 }
@@ -82,11 +79,11 @@ void launch_decode_four_bit(const uint8_t* codes, Scales scales, void* data, DTy
     using T = std::remove_pointer_t<decltype(type)>;
     constexpr int kElements = Word<T>::kElements;
     T* out = static_cast<T*>(data);
-    const bool wide =
-        block_size % kElements == 0 && aligned(out, 16) && aligned(codes, kElements / 2);
+    const bool wide = block_size % kElements == 0 && block_size / kElements <= kLargestBlock &&
+                      aligned(out, 16) && aligned(codes, kElements / 2);
     const int64_t words = wide ? n / kElements : 0;
     if (words > 0) {
-      decode_four_bit_kernel<Levels><<<grid_for(words, kThreads * kUnroll), kThreads, 0, stream>>>(
+      decode_four_bit_kernel<Levels><<<grid_for(words, kWordsOf), kThreads, 0, stream>>>(
           codes, scales, out, words, block_of(block_size / kElements));
       cuda_check_launch(op);
     }

@@ -86,7 +86,10 @@ __global__ void encode_tiles_kernel(const T* __restrict__ x, uint8_t* __restrict
     const int64_t rows = min(m.rows - row, m.tile_rows);
     const int64_t per_row = min(m.columns - column, m.tile_columns) / kStep;
     const int64_t steps = rows * per_row;
-    const BlockOf row_of{per_row, -1};
+    const bool small = static_cast<uint64_t>(steps | per_row) >> 32 == 0;
+    const auto row_of = [&](int64_t i) {
+      return small ? static_cast<uint32_t>(i) / static_cast<uint32_t>(per_row) : i / per_row;
+    };
     const auto place = [&](int64_t i) {
       const int64_t r = rows == 1 ? 0 : row_of(i);
       return at + r * m.columns + (i - r * per_row) * kStep;
@@ -125,11 +128,15 @@ struct ScaleOf {
   int64_t across;
   int row_shift, column_shift;
   bool e8m0;
-  __device__ __forceinline__ float operator()(int64_t batch_strips, int64_t row,
-                                              int64_t column) const {
+  // What is stored, as bits: nothing waits for it before `value`.
+  __device__ __forceinline__ uint32_t load(int64_t batch_strips, int64_t row,
+                                           int64_t column) const {
     const int64_t index = (batch_strips + (row >> row_shift)) * across + (column >> column_shift);
-    return e8m0 ? quant::e8m0(__ldg(static_cast<const uint8_t*>(scales) + index))
-                : __ldg(static_cast<const float*>(scales) + index);
+    return e8m0 ? __ldg(static_cast<const uint8_t*>(scales) + index)
+                : __ldg(static_cast<const uint32_t*>(scales) + index);
+  }
+  __device__ __forceinline__ float value(uint32_t bits) const {
+    return e8m0 ? quant::e8m0(bits) : __uint_as_float(bits);
   }
 };
 
@@ -144,7 +151,7 @@ __global__ void decode_kernel(const uint8_t* __restrict__ codes, T* __restrict__
     const auto* from = reinterpret_cast<const Packed*>(codes) + batch * words;
     auto* to = reinterpret_cast<uint4*>(out) + batch * words;
     Packed packed[kUnroll];
-    float scale[kUnroll];
+    uint32_t scale[kUnroll];
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t word = start + u * kThreads;
@@ -152,18 +159,19 @@ __global__ void decode_kernel(const uint8_t* __restrict__ codes, T* __restrict__
         packed[u] = from[word];
         const int64_t row = row_of(word);
         const int64_t column = (word - row * row_of.groups_per_block) * kElements;
-        scale[u] = scale_of(batch * down, row, column);
+        scale[u] = scale_of.load(batch * down, row, column);
       }
     }
 #pragma unroll
     for (int u = 0; u < kUnroll; ++u) {
       const int64_t word = start + u * kThreads;
       if (word < words) {
+        const float factor = scale_of.value(scale[u]);
         float v[kElements];
         e4m3_values(packed[u].x, v);
         if constexpr (kElements == 8) e4m3_values(packed[u].y, v + 4);
 #pragma unroll
-        for (int i = 0; i < kElements; ++i) v[i] = __fmul_rn(v[i], scale[u]);
+        for (int i = 0; i < kElements; ++i) v[i] = __fmul_rn(v[i], factor);
         to[word] = Word<T>::make(v);
       }
     }
@@ -178,8 +186,8 @@ __global__ void decode_any_kernel(const uint8_t* __restrict__ codes, T* __restri
   const int64_t step = int64_t{gridDim.x} * blockDim.x;
   for (int64_t i = begin + int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < n; i += step) {
     const int64_t line = row_of(i), batch = line / rows;
-    const float scale =
-        scale_of(batch * down, line - batch * rows, i - line * row_of.groups_per_block);
+    const float scale = scale_of.value(
+        scale_of.load(batch * down, line - batch * rows, i - line * row_of.groups_per_block));
     out[i] = narrow<T>(__fmul_rn(e4m3(codes[i]), scale));
   }
 }
@@ -222,6 +230,8 @@ void launch_dequantize_fp8(const uint8_t* codes, const void* scales, void* data,
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
   Fp8Tiles m = tiles;
   if (m.tile_rows == 1) m.rows *= m.batches, m.batches = 1;  // nothing tells batches apart
+  if (m.tile_rows == 1 && m.tile_columns < m.columns && m.columns % m.tile_columns == 0)
+    m.columns *= m.rows, m.rows = 1;  // nor rows
   const int64_t n = m.numel(), down = m.down();
   const ScaleOf scale_of{scales, m.across(), shift_of(m.tile_rows),
                          m.tile_columns >= m.columns ? 62 : shift_of(m.tile_columns), m.e8m0};

@@ -1,6 +1,8 @@
 // GGUF blocks on the GPU, bit for bit the results of csrc/cpu/gguf.cpp.
 // Blocks have sizes such as 18 or 210 bytes, so a tile of them is brought to shared memory in
 // 16-byte words, and every thread unpacks eight values at a time out of it.
+#include <cuda_pipeline_primitives.h>
+
 #include "blocks.cuh"
 #include "gguf.h"
 #include "gguf_blocks.h"
@@ -8,17 +10,8 @@
 namespace ts::quant {
 namespace {
 
-constexpr int kTileValues = 4096;
-
-template <typename T>
-__device__ __forceinline__ void store8(T* out, const float* v, bool wide) {
-  if (wide) {
-#pragma unroll
-    for (int i = 0; i < 8; i += Word<T>::kElements) store16(out + i, Word<T>::make(v + i));
-  } else {
-    for (int i = 0; i < 8; ++i) out[i] = narrow<T>(v[i]);
-  }
-}
+constexpr int kTileValues = 8192;
+constexpr int kAtOnce = 2;  // groups of eight values that a thread unpacks before it stores them
 
 template <typename Block, typename T>
 __global__ void gguf_kernel(const uint8_t* __restrict__ blocks, T* __restrict__ out, int64_t count,
@@ -33,14 +26,28 @@ __global__ void gguf_kernel(const uint8_t* __restrict__ blocks, T* __restrict__ 
     const uint8_t* source = blocks + first * Block::kBytes;
     const int bytes = here * Block::kBytes;
     const int words = wide_in ? bytes / 16 : 0;
-    for (int i = threadIdx.x; i < words; i += kThreads)
-      reinterpret_cast<uint4*>(staged)[i] = __ldg(reinterpret_cast<const uint4*>(source) + i);
+    for (int i = threadIdx.x; i < words; i += kThreads)  // all on their way at once
+      __pipeline_memcpy_async(staged + i * 16, source + i * 16, 16);
+    __pipeline_commit();
+#pragma unroll 1
     for (int i = words * 16 + threadIdx.x; i < bytes; i += kThreads) staged[i] = __ldg(source + i);
+    __pipeline_wait_prior(0);
     __syncthreads();
-    for (int e = 8 * threadIdx.x; e < here * Block::kValues; e += 8 * kThreads) {
-      float v[8];
-      Block::template run<8>(staged + e / Block::kValues * Block::kBytes, e % Block::kValues, v);
-      store8(out + first * Block::kValues + e, v, wide_out);
+    const int values = here * Block::kValues;
+    for (int start = 8 * threadIdx.x; start < values; start += 8 * kThreads * kAtOnce) {
+      float v[kAtOnce][8];
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int e = start + u * 8 * kThreads;
+        if (e < values)
+          Block::template run<8>(staged + e / Block::kValues * Block::kBytes, e % Block::kValues,
+                                 v[u]);
+      }
+#pragma unroll
+      for (int u = 0; u < kAtOnce; ++u) {
+        const int e = start + u * 8 * kThreads;
+        if (e < values) store_eight(out + first * Block::kValues + e, v[u], 8, wide_out);
+      }
     }
     __syncthreads();  // before the next tile overwrites what others still read
   }

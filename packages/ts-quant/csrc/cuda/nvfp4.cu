@@ -4,6 +4,7 @@
 #include "../nvfp4_format.h"
 #include "blocks.cuh"
 #include "nvfp4.h"
+#include "small_floats.cuh"
 
 namespace ts::quant {
 namespace {
@@ -106,14 +107,6 @@ __global__ void tensor_scale_kernel(const uint32_t* __restrict__ peak,
   *tensor_scale = nvfp4_tensor_scale(*peak);
 }
 
-// Two codes of a byte, exact: e2m1 in the upper bits of an fp16 is 2^-14 of it.
-__device__ __forceinline__ float2 e2m1_pair(uint32_t byte) {
-  const uint32_t both = (byte | byte << 12) & 0x000F000Fu;
-  const uint32_t bits = (both & 0x00070007u) << 9 | (both & 0x00080008u) << 12;
-  const float2 small = __half22float2(*reinterpret_cast<const __half2*>(&bits));
-  return make_float2(__fmul_rn(small.x, 16384.0f), __fmul_rn(small.y, 16384.0f));
-}
-
 // One 16-byte word of outputs a step; columns are a multiple of its elements.
 template <typename T>
 __global__ void decode_kernel(const uint8_t* __restrict__ codes, const uint8_t* __restrict__ scales,
@@ -142,11 +135,7 @@ __global__ void decode_kernel(const uint8_t* __restrict__ codes, const uint8_t* 
       const float factor = nvfp4_factor(scale[u], whole);
       float v[kElements];
 #pragma unroll
-      for (int i = 0; i < kElements; i += 2) {
-        const float2 both = e2m1_pair(packed[u] >> (4 * i) & 0xFFu);
-        v[i] = __fmul_rn(both.x, factor);
-        v[i + 1] = __fmul_rn(both.y, factor);
-      }
+      for (int i = 0; i < kElements; ++i) v[i] = __fmul_rn(e2m1_at(packed[u], i), factor);
       reinterpret_cast<uint4*>(out)[word] = Word<T>::make(v);
     }
   }
@@ -202,6 +191,8 @@ void launch_dequantize_nvfp4(const uint8_t* codes, const uint8_t* scales, const 
                              void* data, DType dtype, int64_t rows, int64_t columns,
                              void* stream_pointer) {
   const auto stream = static_cast<cudaStream_t>(stream_pointer);
+  // Whole groups and bytes: nothing tells rows apart.
+  if (columns % kNvfp4Group == 0) columns *= rows, rows = 1;
   const int64_t groups = (columns + kNvfp4Group - 1) / kNvfp4Group, bytes = (columns + 1) / 2;
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;

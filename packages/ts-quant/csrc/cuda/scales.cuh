@@ -26,7 +26,9 @@ struct MapScales {
   using Raw = CodedScale;
   MapScaleData data;
   __device__ __forceinline__ void fill(float* shared) const {
-    for (int i = threadIdx.x; i < kMapSize; i += blockDim.x) shared[i] = __ldg(data.map + i);
+    const float offset = __ldg(data.map + kMapSize - 1);  // on its way with the others
+    for (int i = threadIdx.x; i < kMapSize - 1; i += blockDim.x) shared[i] = __ldg(data.map + i);
+    if (threadIdx.x == 0) shared[kMapSize - 1] = offset;
   }
   __device__ __forceinline__ Raw load(int64_t block) const {
     return {__ldg(data.groups + (block >> kNestedShift)), __ldg(data.codes + block)};
@@ -45,7 +47,8 @@ constexpr LogRoots make_log_roots() {
   for (int i = 0; i < 16; ++i) roots.root[i] = kLogRoots[i];
   return roots;
 }
-static __constant__ const LogRoots kDeviceLogRoots = make_log_roots();
+// Global memory: lanes that read different words of __constant__ memory wait for one another.
+static __device__ const LogRoots kDeviceLogRoots = make_log_roots();
 
 struct LogScales {
   static constexpr int kSize = 256;
@@ -55,7 +58,7 @@ struct LogScales {
   __device__ static __forceinline__ float ratio(uint32_t code) {
     if (code == 0) return 0.0f;
     const uint32_t step = code + 1;
-    return __uint_as_float(__float_as_uint(kDeviceLogRoots.root[step & 15u]) -
+    return __uint_as_float(__float_as_uint(__ldg(kDeviceLogRoots.root + (step & 15u))) -
                            ((16u - (step >> 4)) << 23));
   }
   __device__ __forceinline__ void fill(float* shared) const {

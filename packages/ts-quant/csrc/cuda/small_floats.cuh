@@ -23,6 +23,13 @@ __device__ __forceinline__ uint2 e4m3_codes(const float* v) {
   return make_uint2(words[0], words[1]);
 }
 
+// Value of the e2m1 code in bits 4 i to 4 i + 3, exact: its exponent and mantissa, in the place of
+// a float's, are 2^-126 of it, for 0.5 as a subnormal.
+__device__ __forceinline__ float e2m1_at(uint32_t word, int i) {
+  const int32_t top = static_cast<int32_t>(word << (28 - 4 * i));  // the sign in bit 31
+  return __fmul_rn(__uint_as_float(static_cast<uint32_t>(top >> 6) & 0x81C00000u), 0x1p126f);
+}
+
 // Four values of a word, exact.
 __device__ __forceinline__ void e4m3_values(uint32_t word, float* v) {
 #pragma unroll

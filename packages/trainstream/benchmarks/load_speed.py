@@ -2,24 +2,29 @@
 
     python load_speed.py --smoke
     python load_speed.py --shape 7b --folder /fast/disk --repeat 3 --threads 8
-    python load_speed.py --shape 1b --forms none nf4 --device cuda --out result.jsonl
+    python load_speed.py --shape 7b --forms none nf4 --device cuda --out result.jsonl
 
-Writes a random bf16 checkpoint of a Llama shape (shards of 2 GB), then loads it in a fresh process for each
-form: none, int8, nf4, fp8 (RAM or, with --device cuda, the GPU) and disk_offload (the weights stay where they
-are on the disk). Before each load the same files are read front to back, 8 MiB at a time, and before each
-read and each load their pages are dropped from the system's cache (--warm leaves them).
+Writes a random bf16 checkpoint of a Llama shape (shards of 2 GB; with --keep it stays in --folder, and is
+used again), then loads it in a fresh process for each form: none, int8, nf4, fp8 (RAM or, with --device cuda,
+the GPU) and disk_offload (the weights stay where they are on the disk). Each repeat starts the processes of
+all forms, reads the same files front to back, 8 MiB at a time, and has the forms load one after the other.
+Before each read and each load the files' pages are dropped from the system's cache (--warm leaves them).
+--staged has tensors travel as they do to a GPU (read ahead in pieces, then copied) although they stay in RAM.
 
 Fields: `load_gb_per_s` and `probe_gb_per_s`, bytes of the checkpoint per second; `share_of_probe`, their
 ratio; `final_bytes`, what the loaded model takes in RAM; `above_final_bytes`, the peak of anonymous and
 shared memory during the load less that before it and less the model; `allowed_bytes`, the largest tensor and
 a tenth of the model; `cpu_s_per_gb`, processor time of the load, which other work on the machine leaves
 alone. Dropping pages asks the kernel and it may keep some (`cached_frac` of the files was still there), and a
-file system of a virtual machine has a cache of its own: judge the ratio.
+file system of a virtual machine has a cache of its own: judge the ratio. What takes time beside the loads is
+told on standard error.
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
+import contextlib
 import ctypes
 import json
 import mmap
@@ -29,8 +34,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from measure import machine
 
@@ -43,6 +49,7 @@ SHAPES = {
 }
 SHARD_BYTES = 2 << 30
 PIECE = 8 << 20
+INDEX = "model.safetensors.index.json"
 
 
 def config_of(shape: str) -> Any:
@@ -87,25 +94,44 @@ def write_checkpoint(folder: Path, shape: str) -> int:
         size += nbytes
     index: dict[str, str] = {}
     total = 0
-    for number, names in enumerate(shards, 1):
-        file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        tensors = {name: _filled(pool, shapes[name]) for name in names}
-        total += save_safetensors(tensors, folder / file, {"format": "pt"})
-        index |= dict.fromkeys(names, file)
-        descriptor = os.open(folder / file, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    # A shard's tensors serve the next one, whose shapes are the same, and it is written out meanwhile.
+    spare: dict[tuple[int, ...], list[Any]] = {}
+    with concurrent.futures.ThreadPoolExecutor() as writing:
+        written = []
+        for number, names in enumerate(shards, 1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            tensors = {
+                name: (spare.get(shapes[name]) or [filled(pool, shapes[name])]).pop() for name in names
+            }
+            total += save_safetensors(tensors, folder / file, {"format": "pt"})
+            index |= dict.fromkeys(names, file)
+            written.append(writing.submit(write_out, folder / file))
+            for name, tensor in tensors.items():
+                spare.setdefault(shapes[name], []).append(tensor)
+        for future in written:
+            future.result()
     text = json.dumps({"metadata": {"total_size": total}, "weight_map": index})
-    (folder / "model.safetensors.index.json").write_text(text)
+    (folder / INDEX).write_text(text)
     return total
 
 
-def _filled(pool: Any, dims: tuple[int, ...]) -> Any:
+def write_out(path: Path) -> None:
+    """Wait until a file is on the disk: only then its pages can be dropped."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def filled(pool: Any, dims: tuple[int, ...]) -> Any:
     """A tensor of pseudo-random values: the pool, again and again."""
     import torch
 
-    count = torch.Size(dims).numel()
-    return pool.repeat(-(-count // pool.numel()))[:count].view(dims).clone()
+    made = torch.empty(dims, dtype=pool.dtype)
+    for part in made.view(-1).split(pool.numel()):
+        part.copy_(pool[: part.numel()])
+    return made
 
 
 def files_of(folder: Path) -> list[Path]:
@@ -156,14 +182,17 @@ def probe(paths: list[Path]) -> float:
     return count / (time.perf_counter() - start) / 1e9
 
 
-def load_once(folder: Path, form: str, device: str, offload: str, threads: int, warm: bool) -> dict:
-    """Load in this process, which has just started; return what was measured."""
+def load_once(arguments: argparse.Namespace, folder: Path, form: str, offload: str) -> dict:
+    """Load in this process, which has just started, when a line comes in; return what was measured."""
     import torch
 
     from ts_core.usage import PeakSampler, host_usage
-    from ts_hf import load_model
+    from ts_hf import load_model, streaming
 
-    torch.set_num_threads(threads)
+    device = arguments.device
+    if arguments.staged:
+        streaming.carries = lambda device: True
+    torch.set_num_threads(arguments.threads)
     words: dict[str, Any] = {"quantize": None if form == "disk_offload" else form, "device": device}
     if form == "none":
         words["quantize"] = None
@@ -173,8 +202,12 @@ def load_once(folder: Path, form: str, device: str, offload: str, threads: int, 
     load_model(
         config_of("tiny"), random_weights=True, **{k: v for k, v in words.items() if k != "disk_offload"}
     )
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+    print("ready", flush=True)
+    sys.stdin.readline()
     paths = files_of(folder)
-    if not warm:
+    if not arguments.warm:
         drop_pages(paths)
     cached = cached_frac(paths)
     before = host_usage().used_bytes
@@ -198,22 +231,81 @@ def load_once(folder: Path, form: str, device: str, offload: str, threads: int, 
     }
 
 
-def run(arguments: argparse.Namespace, folder: Path, form: str, nbytes: int) -> dict:
-    """Probe and load, several times, each load in its own process."""
-    loads, probes = [], []
-    for _ in range(arguments.repeat):
-        paths = files_of(folder)
-        if not arguments.warm:
-            drop_pages(paths)
-        probes.append(probe(paths))
+class Child:
+    """A process that loads once, when it is told."""
+
+    def __init__(self, arguments: argparse.Namespace, folder: Path, form: str) -> None:
+        """Start it; it imports, and makes the device ready."""
         words = [sys.executable, __file__, "--child", form, "--checkpoint", str(folder)]
         words += ["--device", arguments.device, "--threads", str(arguments.threads)]
-        done = subprocess.run(
-            [*words, *(["--warm"] if arguments.warm else [])], capture_output=True, text=True, check=False
-        )
-        if done.returncode:
-            raise SystemExit(f"{form}: {done.stderr[-2000:]}")
-        loads.append(json.loads(done.stdout.splitlines()[-1]))
+        words += [word for word in ("--warm", "--staged") if getattr(arguments, word[2:])]
+        self.form = form
+        self.errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        pipe: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": self.errors}
+        self.process = subprocess.Popen(words, text=True, **pipe)
+
+    def expect(self, word: str) -> None:
+        """Wait until it has written a line that is this word."""
+        for line in self.process.stdout or ():
+            if line.strip() == word:
+                return
+        self.fail()
+
+    def load(self) -> dict:
+        """Have it load; return what it measured."""
+        out, _ = self.process.communicate("go\n")
+        if self.process.returncode:
+            self.fail()
+        return json.loads(out.splitlines()[-1])
+
+    def fail(self) -> NoReturn:
+        """End with what it said."""
+        self.process.wait()
+        self.errors.seek(0)
+        raise SystemExit(f"{self.form}: {self.errors.read()[-2000:]}")
+
+
+def run(arguments: argparse.Namespace, folder: Path) -> tuple[dict[str, list[dict]], list[float]]:
+    """Probe and load, several times; return each form's loads, and GB/s of the plain reads."""
+    loads: dict[str, list[dict]] = {form: [] for form in arguments.forms}
+    probes: list[float] = []
+    paths = files_of(folder)
+    size = sum(path.stat().st_size for path in paths)
+    for number in range(arguments.repeat):
+        children = []
+        try:
+            with told(f"repeat {number + 1}: starting"):
+                children += [Child(arguments, folder, form) for form in arguments.forms]
+                for child in children:
+                    child.expect("ready")
+            with told("plain read"):
+                if not arguments.warm:
+                    drop_pages(paths)
+                probes.append(probe(paths))
+            for child in children:
+                with told(child.form):
+                    loads[child.form].append(child.load())
+                # Should the run be ended early, this much is known.
+                rate = size / loads[child.form][-1]["seconds"] / 1e9
+                print(f"  {rate:.3f} GB/s, plain read {probes[-1]:.3f}", file=sys.stderr, flush=True)
+        finally:
+            for child in children:
+                child.process.kill()
+    return loads, probes
+
+
+@contextlib.contextmanager
+def told(what: str) -> Iterator[None]:
+    """Say how long something took."""
+    start = time.perf_counter()
+    yield
+    print(f"{what}: {time.perf_counter() - start:.1f} s", file=sys.stderr, flush=True)
+
+
+def line_of(
+    arguments: argparse.Namespace, form: str, loads: list[dict], probes: list[float], nbytes: int
+) -> dict:
+    """The figures of one form."""
     rates = [nbytes / entry["seconds"] / 1e9 for entry in loads]
     rate, plain = statistics.median(rates), statistics.median(probes)
     return {
@@ -231,6 +323,7 @@ def run(arguments: argparse.Namespace, folder: Path, form: str, nbytes: int) -> 
         "above_final_bytes": max(entry["above_final_bytes"] for entry in loads),
         "load": round(os.getloadavg()[0], 1),
         "warm": arguments.warm,
+        "staged": arguments.staged,
         "model_device": arguments.device,
         "load_threads": arguments.threads,
     }
@@ -246,7 +339,9 @@ def parse() -> argparse.Namespace:
     parser.add_argument(
         "--folder", help="where the checkpoint is written, made if missing; default: temporary"
     )
+    parser.add_argument("--keep", action="store_true", help="leave the checkpoint in --folder; use one there")
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--staged", action="store_true", help="to RAM as if it were a GPU")
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--warm", action="store_true", help="leave the files in the system's cache")
@@ -254,23 +349,19 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--smoke", action="store_true", help="a tiny shape, once")
     parser.add_argument("--child", choices=FORMS, help=argparse.SUPPRESS)
     parser.add_argument("--checkpoint", help=argparse.SUPPRESS)
-    return parser.parse_args()
+    arguments = parser.parse_args()
+    if arguments.keep and not arguments.folder:
+        parser.error("--keep needs --folder")
+    return arguments
 
 
 def main() -> int:
     """Measure every form."""
     arguments = parse()
     if arguments.child:
-        with tempfile.TemporaryDirectory(dir=Path(arguments.checkpoint).parent) as offload:
-            found = load_once(
-                Path(arguments.checkpoint),
-                arguments.child,
-                arguments.device,
-                offload,
-                arguments.threads,
-                arguments.warm,
-            )
-            print(json.dumps(found), flush=True)
+        checkpoint = Path(arguments.checkpoint)
+        with tempfile.TemporaryDirectory(dir=checkpoint.parent) as offload:
+            print(json.dumps(load_once(arguments, checkpoint, arguments.child, offload)), flush=True)
         return 0
     if arguments.smoke:
         arguments.shape, arguments.repeat, arguments.threads = "tiny", 1, 1
@@ -278,11 +369,16 @@ def main() -> int:
     if arguments.folder:
         Path(arguments.folder).mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=arguments.folder, prefix="load-speed-") as place:
-        folder = Path(place) / "checkpoint"
-        nbytes = write_checkpoint(folder, arguments.shape)
+        folder = Path(arguments.folder if arguments.keep else place) / f"checkpoint-{arguments.shape}"
+        # The index is written last.
+        if not (folder / INDEX).is_file():
+            with told("writing the checkpoint"):
+                write_checkpoint(folder, arguments.shape)
+        nbytes = sum(path.stat().st_size for path in files_of(folder))
         on = machine()
+        loads, probes = run(arguments, folder)
         for form in arguments.forms:
-            line = json.dumps({**run(arguments, folder, form, nbytes), "machine": on})
+            line = json.dumps({**line_of(arguments, form, loads[form], probes, nbytes), "machine": on})
             print(line, flush=True)
             if arguments.out:
                 with Path(arguments.out).open("a") as file:

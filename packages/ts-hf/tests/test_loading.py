@@ -19,7 +19,7 @@ import ts_quant
 from ts_core import memory
 from ts_core.errors import CheckpointError, DeviceError, DoesNotFitError, MissingDependencyError, OptionError
 from ts_core.testing import assert_bit_equal, devices
-from ts_hf import Checkpoint, build, load_model, load_tokenizer, loading, streaming
+from ts_hf import Checkpoint, build, load_model, load_tokenizer, loading, read_ahead, streaming
 from ts_hf.prequantized import take_quantization
 from ts_paging.files import locate
 from ts_quant.error_fit import quantize_with_error
@@ -480,7 +480,7 @@ def test_the_system_is_told_of_each_tensor_once_before_it_is_read(llama_folder, 
 
     ahead, done = [], []
     monkeypatch.setattr(Checkpoint, "read", reading)
-    monkeypatch.setattr(streaming, "_AHEAD_BYTES", 20_000)
+    monkeypatch.setattr(read_ahead, "_AHEAD_BYTES", 20_000)
     load_model(llama_folder, quantize)
     with Checkpoint(llama_folder) as checkpoint:
         largest = max(checkpoint.info(name).nbytes for name in checkpoint)

@@ -339,6 +339,37 @@ def test_a_hint_changes_nothing_and_may_be_refused(tmp_path, monkeypatch):
     reader.expect("w")  # closed: nothing is left to hint at
 
 
+def test_a_part_is_the_bytes_of_that_range(tmp_path):
+    path = tmp_path / "p.safetensors"
+    tensors = {"w": torch.arange(1000.0), "v": torch.arange(7, dtype=torch.int16), "none": torch.zeros(0)}
+    safetensors.torch.save_file(tensors, path)
+    with SafetensorsReader(path) as reader:
+        for name, offset, count in (
+            ("w", 0, 4000),
+            ("w", 1001, 3),
+            ("v", 3, 11),
+            ("w", 4000, 0),
+            ("none", 0, 0),
+        ):
+            out = torch.full((count,), 255, dtype=torch.uint8)
+            reader.read_part(name, offset, out)
+            assert torch.equal(out, tensors[name].view(torch.uint8)[offset : offset + count])
+            reader.expect(name, offset, count)
+        for offset, count in ((-1, 2), (3999, 2), (4001, 0)):
+            with pytest.raises(ArgumentError, match="a range of the tensor's 4000 bytes"):
+                reader.read_part("w", offset, torch.empty(count, dtype=torch.uint8))
+        for bad in (torch.empty(4), torch.empty(8, dtype=torch.uint8)[::2]):
+            with pytest.raises(ArgumentError, match="out: expected a contiguous uint8 CPU tensor"):
+                reader.read_part("w", 0, bad)
+        with pytest.raises(CheckpointError, match="no tensor 'x'"):
+            reader.read_part("x", 0, torch.empty(0, dtype=torch.uint8))
+        os.truncate(path, path.stat().st_size - 1)
+        with pytest.raises(CheckpointError, match=r"p\.safetensors.*shrank"):
+            reader.read_part(reader.keys()[-1], 0, torch.empty(14, dtype=torch.uint8))
+    with pytest.raises(StateError, match="closed"):
+        reader.read_part("w", 0, torch.empty(1, dtype=torch.uint8))
+
+
 def test_read_after_close_and_missing_file(tmp_path):
     path = tmp_path / "c.safetensors"
     safetensors.torch.save_file({"w": torch.ones(2)}, path)

@@ -16,12 +16,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from ts_core.errors import ArgumentError, ArgumentTypeError, OptionError, message
 from ts_core.options import integer
 from ts_core.paged import with_weights
 from ts_fused import chunked_cross_entropy
+from ts_paging.checkpointed import checkpointed
 
 __all__ = ["Head", "backbone", "causal_lm_loss_for", "count_items", "head_of"]
 
@@ -287,7 +287,7 @@ def _chunked_loss(
     total = hidden.sum(dtype=torch.float32) * 0.0  # a graph exists even if there is no token
     for start in range(0, hidden.shape[0], chunk_size):
         rows = slice(start, start + chunk_size)
-        part = checkpoint(_chunk_sum, head, hidden[rows], targets[rows], ignore_index, use_reentrant=False)
+        part = checkpointed(_chunk_sum, head, hidden[rows], targets[rows], ignore_index)
         total = total + part
     divisor = torch.as_tensor(valid if num_items is None else num_items, device=total.device)
     return total / divisor.clamp(min=1)

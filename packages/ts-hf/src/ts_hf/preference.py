@@ -9,12 +9,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from ts_core.errors import ArgumentError, OptionError, message
 from ts_core.options import integer
 from ts_core.paged import with_weights
 from ts_fused.logprobs import check_segments, sequence_logprobs, sum_by_sequence
+from ts_paging.checkpointed import checkpointed
 
 from .losses import Head, _check_inputs, backbone, head_of
 
@@ -31,12 +31,8 @@ def _called_in_chunks(head: Head, hidden: Tensor, targets: Tensor, chunk_size: i
     """Call the head for each chunk, and once more in backward: for heads that are more than a matrix."""
     rows, flat = hidden.reshape(-1, hidden.shape[-1]), targets.reshape(-1)
     parts = [
-        checkpoint(
-            _chunk_logprobs,
-            head,
-            rows[start : start + chunk_size],
-            flat[start : start + chunk_size],
-            use_reentrant=False,
+        checkpointed(
+            _chunk_logprobs, head, rows[start : start + chunk_size], flat[start : start + chunk_size]
         )
         for start in range(0, len(rows), chunk_size)
     ]

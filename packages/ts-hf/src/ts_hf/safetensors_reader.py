@@ -245,19 +245,50 @@ class SafetensorsReader:
             self._fill(flat.reshape(-1).view(torch.uint8).numpy().data, info)
         return out
 
-    def expect(self, name: str) -> None:
+    def read_part(self, name: str, offset: int, out: torch.Tensor) -> None:
+        """Read some bytes of one tensor, as they are stored; several threads may do so at once.
+
+        Args:
+            name: Name of the tensor.
+            offset: First byte, counted from the tensor's own.
+            out: Contiguous uint8 CPU tensor that is written: as many bytes as it has are read.
+
+        Raises:
+            CheckpointError: No such tensor, or the file is shorter than when it was opened.
+            StorageError: It cannot be read.
+            ArgumentError: The tensor does not have these bytes, or `out` is none of this kind.
+            StateError: The reader is closed.
+        """
+        info = self.info(name)
+        if self._file.closed:
+            raise StateError(f"[SafetensorsReader.read_part] {self.path} was closed")
+        if out.dtype != torch.uint8 or out.device.type != "cpu" or not out.is_contiguous():
+            given = f"{out.dtype} on {out.device}, contiguous: {out.is_contiguous()}"
+            raise ArgumentError(
+                message("SafetensorsReader.read_part", "out", "a contiguous uint8 CPU tensor", given)
+            )
+        if offset < 0 or offset + out.numel() > info.nbytes:
+            expected, span = f"a range of the tensor's {info.nbytes} bytes", (offset, offset + out.numel())
+            raise ArgumentError(message("SafetensorsReader.read_part", "offset", expected, span))
+        if out.numel():
+            self._fill(out.detach().view(-1).numpy().data, info, offset)
+
+    def expect(self, name: str, offset: int = 0, nbytes: int | None = None) -> None:
         """Have the system begin to read a tensor into its cache, while this thread does something else.
 
         Args:
             name: Name of the tensor; it is read soon.
+            offset: First byte that is, counted from the tensor's own.
+            nbytes: How many are; None: all that follow.
 
         Raises:
             CheckpointError: No such tensor.
         """
         info = self.info(name)
-        if info.nbytes and not self._file.closed and hasattr(os, "posix_fadvise"):
+        count = info.nbytes - offset if nbytes is None else nbytes
+        if count > 0 and not self._file.closed and hasattr(os, "posix_fadvise"):
             with contextlib.suppress(OSError):  # a hint, which not every file system takes
-                os.posix_fadvise(self._file.fileno(), info.begin, info.nbytes, os.POSIX_FADV_WILLNEED)
+                os.posix_fadvise(self._file.fileno(), info.begin + offset, count, os.POSIX_FADV_WILLNEED)
 
     def close(self) -> None:
         """Close the file; tensors already read stay valid."""
@@ -273,16 +304,16 @@ class SafetensorsReader:
         """Close."""
         self.close()
 
-    def _fill(self, view: memoryview, info: TensorInfo) -> None:
-        done = 0
-        while done < info.nbytes:
+    def _fill(self, view: memoryview, info: TensorInfo, offset: int = 0) -> None:
+        begin, done = info.begin + offset, 0
+        while done < len(view):
             part = view[done : done + _CHUNK_BYTES]
             try:
                 if hasattr(os, "preadv"):
-                    count = os.preadv(self._file.fileno(), [part], info.begin + done)
+                    count = os.preadv(self._file.fileno(), [part], begin + done)
                 else:  # pragma: no cover - Windows
                     with self._lock:
-                        self._file.seek(info.begin + done)
+                        self._file.seek(begin + done)
                         count = self._file.readinto(part) or 0
             except OSError as error:
                 raise StorageError(

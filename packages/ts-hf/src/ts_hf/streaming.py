@@ -9,10 +9,11 @@ parameter needs.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,6 @@ from torch import nn
 
 from ts_core.blocks import find_blocks
 from ts_core.errors import ArgumentError, CheckpointError
-from ts_core.memory import host_budget
 from ts_quant import QuantizedTensor
 from ts_quant.error_fit import quantize_with_error
 from ts_quant.precision import NEXT_CODEC, Candidate, choose, measure
@@ -33,6 +33,7 @@ from .build import owner_of
 from .checkpoint import Checkpoint
 from .offload import FileHome
 from .packed_checkpoint import PackedCheckpoint, require_ram_for, stack_packed
+from .read_ahead import Conveyor, Hints, carries
 from .safetensors_reader import TensorInfo
 
 __all__ = [
@@ -49,8 +50,6 @@ __all__ = [
 
 # The reason why the codec leaves a parameter alone that is in no block.
 OUTSIDE = "outside the blocks"
-# What the system reads into its cache while a tensor is packed; less where little RAM is free.
-_AHEAD_BYTES = 256 << 20
 # The conversions that put rows one below the other: experts, and of each expert two matrices.
 _STACKS = ([("MergeModulelist", 0)], [("MergeModulelist", 0), ("Concatenate", 1)])
 
@@ -315,6 +314,51 @@ class _Stream:
         # would leave holes in the heap: half of the peak.
         self.raw = torch.empty(0, dtype=torch.uint8)
         self.cast = torch.empty(0, dtype=torch.uint8)
+        self.conveyor: Conveyor | None = None
+
+    @contextlib.contextmanager
+    def reading(self, targets: list[Target]) -> Iterator[None]:
+        """Have what these targets are made of brought to the device while they are filled, in this order."""
+        names = self.brought(targets)
+        if not names:
+            yield
+            return
+        try:
+            with Conveyor(self.checkpoint, names, self.device) as self.conveyor:
+                yield
+        finally:
+            self.conveyor = None
+
+    def brought(self, targets: list[Target]) -> list[str]:
+        """Name the tensors that go to the device as they are stored, not by way of a tensor in RAM."""
+        # Parts of packed weights have other names, and what lives in files is read into them.
+        if type(self.checkpoint) is not Checkpoint or self.packing.home or not carries(self.device):
+            return []
+        converts = self.room_to_convert(targets)
+        keys = [key for t in targets if converts or t.converter is None for _, key in t.sources]
+        return [key for key in keys if self.checkpoint.info(key).dtype is not None]
+
+    def hinted(self, targets: list[Target]) -> list[str]:
+        """Name the tensors that are read into RAM, in this order."""
+        # What stays where it is on the disk is not read at all.
+        if type(self.checkpoint) is not Checkpoint or self.packing.home:
+            return []
+        keys = [key for target in targets for _, key in target.sources]
+        return [key for key in keys if self.conveyor is None or key not in self.conveyor]
+
+    def room_to_convert(self, targets: list[Target]) -> bool:
+        """Whether the device holds what a conversion takes and what it makes, beside the whole model."""
+        if self.device.type != "cuda":
+            return True
+        most, state = 0, self.model.state_dict()
+        for target in targets:
+            if target.converter is not None:
+                count = sum(math.prod(self.checkpoint.info(key).shape) for _, key in target.sources)
+                most = max(most, count * state[target.name].itemsize)
+        memory: Any = torch.cuda
+        kept = memory.memory_reserved(self.device) - memory.memory_allocated(self.device)
+        room = int(memory.mem_get_info(self.device)[0] + kept)
+        return bool(sum(tensor.nbytes for tensor in state.values()) + 2 * most <= room)
 
     def wanted_dtype(self, name: str, old: torch.Tensor) -> torch.dtype:
         if old.is_floating_point():
@@ -338,6 +382,8 @@ class _Stream:
                 "is not the "
                 "plain weight the model expects; the checkpoint is quantized, but its config does not say how"
             )
+        if self.conveyor is not None and key in self.conveyor:
+            return self.conveyor.take(key, dtype)
         if out is not None and stored.dtype == dtype:
             return self.checkpoint.read(key, out=out)
         if (out is None and not passing) or stored.dtype is None:
@@ -436,7 +482,7 @@ class _Stream:
         if stacked is not None:
             return self.put(target.name, stacked, target.sources)
         for pattern, key in target.sources:
-            target.converter.add_tensor(target.name, key, pattern, partial(self.read, key, dtype))
+            target.converter.add_tensor(target.name, key, pattern, partial(_itself, self.read(key, dtype)))
         try:
             made = target.converter.convert(target.name, model=self.model, config=self.model.config)
         except (RuntimeError, ValueError, IndexError, KeyError) as error:
@@ -455,35 +501,24 @@ class _Stream:
                     "converted "
                     f"to {name!r}, which the model does not have"
                 )
-            self.put(name, tensor.contiguous(), target.sources)
+            tensor = tensor.contiguous()
+            if self.conveyor is not None and tensor.untyped_storage().nbytes() > tensor.nbytes:
+                tensor = tensor.clone()  # a part of what was read, all of which would stay
+            self.put(name, tensor, target.sources)
 
     def again(self, names: frozenset[str]) -> None:
         """Read these parameters once more: which of them the packing treats otherwise is known by now."""
         self.only = names
         wanted = {tuple(self.sources[name]) for name in names}
-        for target in make_plan(self.model, self.checkpoint).targets:
-            if tuple(target.sources) in wanted:
+        plan = make_plan(self.model, self.checkpoint)
+        targets = [target for target in plan.targets if tuple(target.sources) in wanted]
+        with self.reading(targets):
+            for target in targets:
                 self.fill(target)
 
 
-class _Ahead:
-    """Has the system read the next tensors of a plan while the one before is packed."""
-
-    def __init__(self, checkpoint: Checkpoint, plan: Plan, packing: Packing) -> None:
-        # What stays where it is on the disk is not read at all, and parts of packed ones have other names.
-        plain = type(checkpoint) is Checkpoint and packing.home is None
-        self._keys = [key for target in plan.targets for _, key in target.sources] if plain else []
-        self._checkpoint = checkpoint
-        self._room = min(_AHEAD_BYTES, host_budget().available_bytes // 8)
-        self._next = self._said = self._read = 0
-
-    def reads(self, target: Target) -> None:
-        """Note that a target is read now."""
-        self._read += sum(self._checkpoint.info(key).nbytes for _, key in target.sources)
-        while self._next < len(self._keys) and self._said < self._read + self._room:
-            self._checkpoint.expect(self._keys[self._next])
-            self._said += self._checkpoint.info(self._keys[self._next]).nbytes
-            self._next += 1
+def _itself(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
 
 
 def stream_again(
@@ -546,19 +581,20 @@ def stream(
         require_ram_for(checkpoint.nbytes, packing.home, device)
     state = _Stream(model, checkpoint, packing, dtype, device)
     passing = [t.sources[0][1] for t in plan.targets if t.converter is None and packing.packs(t.name)]
-    state.raw = torch.empty(
-        max((checkpoint.info(key).nbytes for key in passing), default=0), dtype=torch.uint8
-    )
+    if not state.brought(plan.targets):
+        most = max((checkpoint.info(key).nbytes for key in passing), default=0)
+        state.raw = torch.empty(most, dtype=torch.uint8)
     if packing.share:
         most = max((math.prod(checkpoint.info(key).shape) for key in passing), default=0)
         packing.scratch = torch.empty(most, dtype=torch.float32, device=device)
     with torch.no_grad():
-        ahead = _Ahead(checkpoint, plan, packing)
-        for target in plan.targets:
-            ahead.reads(target)
-            state.fill(target)
-            if progress is not None:
-                progress(sum(checkpoint.info(key).nbytes for _, key in target.sources))
+        with state.reading(plan.targets):
+            hints = Hints(checkpoint, state.hinted(plan.targets))
+            for target in plan.targets:
+                hints.reads(key for _, key in target.sources)
+                state.fill(target)
+                if progress is not None:
+                    progress(sum(checkpoint.info(key).nbytes for _, key in target.sources))
         if packing.share:
             state.again(packing.choose_precise(name for name, _ in model.named_parameters()))
     return set(state.sources)

@@ -6,13 +6,16 @@ it finds stale addresses, missing copies and wrong slots as a CUDA graph would h
 
 import itertools
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from grid_models import (
     LAYERS,
     NIGHTLY,
     WRAP_POLICIES,
+    Stack,
     accumulated,
     adamw,
     batch,
@@ -145,6 +148,62 @@ def test_what_leaves_a_block_keeps_it_in_graph_mode(kind, sequence, why, policy,
         compare(train(model, adamw(list(model.parameters())), sequence), expected)
         assert any(why in reason for reason in mode.reasons.values()), mode.reasons
         assert any(why in line for line in mode.events)
+
+
+class Between(Stack):
+    """A stack that does something with what its first block returns, from a certain pass on."""
+
+    what, begins, passes = None, 3, 0
+
+    def forward(self, input_ids, labels=None, use_cache=None):
+        self.passes += 1
+        x = self.layers[0](self.embed(input_ids))
+        more = self.what(x) if self.passes >= self.begins else 0.0
+        for layer in self.layers[1:]:
+            x = layer(x)
+        logits = self.head(self.norm(x))
+        loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()) + more
+        return SimpleNamespace(loss=loss, logits=logits)
+
+
+def copies_its_gradient(x):
+    x.register_hook(lambda grad: grad.clone())
+    return 0.0
+
+
+def sends_zeros(x):
+    return x.sum() * 0.0
+
+
+def sends_more(x):
+    return x.square().mean()
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+@pytest.mark.parametrize("what", [copies_its_gradient, sends_zeros, sends_more])
+def test_what_changes_no_value_between_two_blocks_sends_none_to_graph_mode(what, policy, captured):
+    found = []
+    for paged in (False, True):
+        torch.manual_seed(0)
+        model = Between().train()
+        model.what = what
+        if not paged:
+            found.append(train(model, adamw(list(model.parameters())), one, count=5))
+            continue
+        with paging(model, "host", policy, 2) as pager:
+            mode = mode_of(pager, captured)
+            found.append(train(model, adamw(list(model.parameters())), one, count=5))
+            if what is sends_more:
+                assert list(mode.reasons.values()) == [
+                    "what it returns is used by others than the next block"
+                ]
+                assert any("what others sent has a norm of" in line for line in mode.events)
+            else:
+                assert mode.reasons == {}
+            assert not captured or (mode.captures.replays["layers.0"] == 4) == (what is not sends_more)
+    if what is not sends_more:  # that has another sum once
+        compare(found[1], found[0])
 
 
 @pytest.mark.parametrize("captured", [False, True])

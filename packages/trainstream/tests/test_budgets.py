@@ -22,10 +22,10 @@ MIB = 1 << 20
 STEPS = 6
 
 
-def model_of(kind="full"):
-    """About 25 MiB of fp32 weights."""
+def model_of(kind="full", layers=10):
+    """About 2.25 MiB of fp32 weights for each layer, and 1 MiB beside."""
     model = tiny_llama(
-        hidden_size=256, intermediate_size=512, num_hidden_layers=10, head_dim=64, vocab_size=512
+        hidden_size=256, intermediate_size=512, num_hidden_layers=layers, head_dim=64, vocab_size=512
     )
     if kind == "lora":
         config = peft.LoraConfig(r=4, lora_alpha=8, target_modules=["q_proj", "down_proj"])
@@ -65,26 +65,30 @@ def gradients_of(model):
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_budget_holds_and_changes_nothing(kind, device, tmp_path):
+    # A GPU's allocator takes pieces of 20 MiB, and a session counts on them: there the model is larger.
+    layers, more, steps = (10, 0, STEPS) if device == "cpu" else (30, 40, 9)
     torch.manual_seed(0)
     options = {"lr": 1e-3, "device": device, "quantize": "none"}
-    expected, optimizer = trainstream.wrap(model_of(kind), None, **options)
-    losses = run(expected, optimizer, device)
+    expected, optimizer = trainstream.wrap(model_of(kind, layers), None, **options)
+    losses = run(expected, optimizer, device, steps)
     weights = {n: p.detach().cpu().clone() for n, p in expected.named_parameters()}
     grads = gradients_of(expected)
     trainstream.unwrap(expected)
     del expected, optimizer
 
-    # The weights alone take 25 MiB, training all of them four times that.
-    room = budget_above(device, (44 if kind == "full" else 28) * MIB)
+    # The weights alone take 25 MiB (on a GPU 69), training all of them four times that.
+    room = budget_above(device, (more + (44 if kind == "full" else 28)) * MIB)
     torch.manual_seed(0)
-    model, optimizer = trainstream.wrap(model_of(kind), None, **options, **room, disk_offload=tmp_path)
+    model, optimizer = trainstream.wrap(
+        model_of(kind, layers), None, **options, **room, disk_offload=tmp_path
+    )
     session = model._trainstream_session
     assert session.adapting
-    assert len(session.plan.paged) >= 11
-    assert session.plan.policy == ("recompute",) * 10
+    assert len(session.plan.paged) > layers
+    assert session.plan.policy == ("recompute",) * layers
     limit = room.get("ram_budget") or room["vram_budget"] - CONTEXT_BYTES
     with PeakSampler(0.002, lambda: in_use(device)) as sampler:
-        assert run(model, optimizer, device) == losses
+        assert run(model, optimizer, device, steps) == losses
     assert sampler.peak_bytes <= limit
     for name, grad in gradients_of(model).items():
         assert torch.equal(grad, grads[name]), name

@@ -36,8 +36,16 @@ def lazy(monkeypatch):
 
 
 def wrapped(guard_params, device):
+    """With the optimizer's state on the host: on a GPU with room it would be there, and no update waits."""
     model, optimizer = trainstream.wrap(
-        build(), None, lr=1e-2, device=device, quantize="none", param_offload=True, guard_params=guard_params
+        build(),
+        None,
+        lr=1e-2,
+        device=device,
+        quantize="none",
+        param_offload=True,
+        offload=True,
+        guard_params=guard_params,
     )
     return model, optimizer
 

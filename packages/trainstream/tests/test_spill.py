@@ -7,6 +7,7 @@ import torch
 from conftest import tiny_llama
 from hypothesis import given
 from hypothesis import strategies as st
+from test_replay import batches_of, model_of, plant, room
 
 import trainstream
 from trainstream import _spill, _tuner
@@ -268,3 +269,30 @@ def test_under_a_gpu_blocks_without_room_offload_within_the_budget(tmp_path, mon
     assert "offload" in policies[-1]
     assert session.pager.activations.parked > 0
     trainstream.unwrap(model)
+
+
+def test_blocks_that_kept_nothing_when_memory_ran_out_do_not_begin_to():
+    """What is measured first is what comes first: the room that blocks waited for was not there."""
+
+    def train(fail):
+        torch.manual_seed(1)
+        model = model_of()
+        fault = plant(model, "early backward")
+        model, _ = trainstream.wrap(model, None, lr=1e-2, quantize="none", **room("cpu"))
+        session = model._trainstream_session
+        torch.manual_seed(2)
+        losses, policies = [], []
+        for step in range(4):
+            session.tuner.governor.hold = step < 3  # as beside a GPU, until weights have returned
+            if fail and step == 2:
+                fault.arm()
+            losses.append(session.train_step(batches_of(step, "cpu")).item())
+            policies.append(session.tuner.governor.policies)
+        trainstream.unwrap(model)
+        return losses, policies, fault.raised
+
+    expected, got = train(False), train(True)
+    assert (expected[2], got[2]) == (0, 1)
+    assert expected[1][2:] == [["recompute"] * 4, ["keep"] * 4]
+    assert got[1][2:] == [["recompute"] * 4] * 2
+    assert got[0] == expected[0]

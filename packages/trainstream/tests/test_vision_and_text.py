@@ -47,7 +47,8 @@ def test_packed_text_blocks_are_still_the_stack(device):
         "pixel_values": torch.randn(1, 3, 16, 16, device=device),
     }
     expected = model(**inputs).logits
-    model, _ = trainstream.wrap(model, param_offload=True)
+    # The fused kernels of a GPU round once where the modules' own code rounds more often.
+    model, _ = trainstream.wrap(model, param_offload=True, kernels=False, fused_lora=False)
     paged = [row.name for row in model._trainstream_session.plan.blocks if row.kind == "block"]
     assert paged == [f"model.language_model.layers.{index}" for index in range(3)]
     assert torch.equal(model(**inputs).logits, expected)

@@ -200,6 +200,7 @@ def test_vram_that_another_process_takes_makes_groups_stream(monkeypatch):
 
     def taken(step):
         if step == 2:  # what PyTorch gives back is taken at once
+            torch.empty(256 * MIB, dtype=torch.uint8, device="cuda")  # a peak, whatever a step takes here
             torch.cuda.empty_cache()
             with monkeypatch.context() as patch:
                 patch.setattr(torch.cuda, "mem_get_info", lambda *a: (0, total))

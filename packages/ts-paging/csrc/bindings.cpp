@@ -376,6 +376,7 @@ void bind(nb::module_& m) {
       .def("close", &Disk::close)
       .def_prop_ro("uses_uring", &Disk::uses_uring);
   m.def("identify", &identity, "path"_a);
+  bind_look(m);
   bind_memory(m);
   m.def("reserve", &reserve, "directory"_a, "name"_a, "path"_a, "nbytes"_a, "old_bytes"_a,
         "create"_a);

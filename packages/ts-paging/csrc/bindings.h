@@ -50,6 +50,7 @@ inline const dl::ExchangeApi* torch_api() {
 }
 
 // Host memory: ordinary, page-locked and mapped.
+void bind_look(nb::module_& m);
 void bind_memory(nb::module_& m);
 
 }  // namespace ts::paging

@@ -17,7 +17,7 @@ from ts_paging.fixed import copy_all
 from ts_paging.pinned import PinnedAllocator
 from ts_paging.recording import CannotRecord, recorder_for
 from ts_paging.rng import RandomState, as_it_was
-from ts_paging.trial import _bytes_at
+from ts_paging.trial import bytes_of
 
 gpu = [
     pytest.mark.gpu,
@@ -117,7 +117,7 @@ def test_step_05_forward_in_one_and_backward_in_another(device):
 
     def pack(tensor):
         storage = tensor.untyped_storage()
-        saved.setdefault(storage.data_ptr(), _bytes_at(storage))
+        saved.setdefault(storage.data_ptr(), bytes_of(storage, held=False))
         return tensor
 
     def forward():
@@ -131,6 +131,7 @@ def test_step_05_forward_in_one_and_backward_in_another(device):
     recorder.warm_up(forward)
     recorder.warm_up(backward)
     saved.clear()
+    state.clear()  # a graph that is kept keeps its leaves' nodes, and these the stream that they were made on
     first, _ = recorder.record(forward)
     known = {t.untyped_storage().data_ptr() for t in (x, *layer.parameters())}
     own = [data for address, data in saved.items() if address not in known]
@@ -480,7 +481,7 @@ def test_step_19_tensors_of_a_pool_seen_as_bytes(device):
     recorder = recorder_of(device)
     x = torch.arange(64.0, device=device)
     recording, y = recorded(recorder, lambda: x * 2)
-    seen = _bytes_at(y.untyped_storage())
+    seen = bytes_of(y.untyped_storage(), held=False)
     recording.replay()
     assert same(seen[: y.nbytes], y)
     copied = seen.clone()

@@ -1,6 +1,7 @@
 """A frozen embedding below the device: the same bits as the resident one."""
 
 import copy
+import threading
 
 import pytest
 import torch
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from ts_core.errors import StateError
 from ts_core.guard import guard_of
 from ts_core.paged import with_weights
 from ts_core.testing import assert_bit_equal, devices
@@ -264,3 +266,32 @@ def test_another_parameter_in_its_place():
         module.requires_grad_(False)
     assert_bit_equal(edge.module(torch.tensor([1, 2])), plain(torch.tensor([1, 2])))
     assert edge.gathered_bytes == 2 * WIDTH * 4
+
+
+class Slow(nn.Embedding):
+    """Looks ids up once it is told to."""
+
+    inside, go_on = threading.Event(), threading.Event()
+
+    def forward(self, ids):
+        self.inside.set()
+        assert self.go_on.wait(60)
+        return super().forward(ids)
+
+
+def test_a_second_thread_is_refused_while_the_weight_is_exchanged(monkeypatch):
+    monkeypatch.setattr("ts_paging.turns._LINGERS", 0.01)
+    module = embedding(Slow)
+    weight, ids, found = module.weight, torch.arange(5), []
+    expected = F.embedding(ids, weight.detach().clone())
+    page(module)
+    first = threading.Thread(target=lambda: found.append(module(ids)))
+    first.start()
+    assert Slow.inside.wait(60)
+    with pytest.raises(StateError, match="another thread"):
+        module(ids)
+    Slow.go_on.set()
+    first.join()
+    assert_bit_equal(found[0], expected)
+    assert module.weight is weight
+    assert_bit_equal(module(ids), expected)

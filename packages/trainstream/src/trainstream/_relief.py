@@ -125,10 +125,21 @@ class Relief:
             places.forget_activations(session)
             done = f"{kept} blocks keep their activations no longer"
         else:
+            self._keep_nothing()
             done = self._stream_some(hard)
         self._empty_caches()
         places.write_down(session)
         return done
+
+    def _keep_nothing(self) -> None:
+        """Let a pass of this size keep nothing from now on, as the one that failed kept nothing.
+
+        It may have waited for a measurement, which has ended now: the room that is counted was not there.
+        """
+        tuner = self._session.tuner
+        governor = tuner.governor if tuner is not None else None
+        if governor is not None and governor.largest:  # a pass has begun
+            governor.overrun()
 
     def _stream_some(self, hard: bool) -> str:
         places = self.places

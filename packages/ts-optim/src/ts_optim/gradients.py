@@ -170,6 +170,9 @@ class Arrivals:
 
     def _before(self, key: int, grad: torch.Tensor) -> torch.Tensor | None:
         param = self._params[key]
+        with torch._C.DisableTorchFunctionSubclass():
+            if param.grad is None and key not in self._opened:
+                return None  # the first of a step: there is nothing to add it to
         with torch.no_grad(), torch._C.DisableTorchFunctionSubclass():
             held = settled_gradient(param)
             if isinstance(held, ConsumedGradient):

@@ -10,14 +10,12 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-import copy
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint
 
 from ts_core.errors import StateError
 from ts_core.guard import GuardedParameter, guard, guard_of, release
@@ -25,6 +23,8 @@ from ts_core.guard import GuardedParameter, guard, guard_of, release
 from .activations import park_hook
 from .buffers import HeldBuffer, Residents, as_they_were, version_of
 from .buffers import written_between as _written
+from .caches import Once, as_found, is_cache
+from .checkpointed import checkpointed
 from .files import locate
 from .outside import FromOutside
 from .seats import Seat
@@ -439,8 +439,7 @@ class PagedBlock:
         self, function: Callable[..., Any], leaves: Sequence[Tensor], args: Any, kwargs: Any
     ) -> Any:
         """Run under non-reentrant checkpointing, no hooks of ours inside: torch applies the innermost."""
-        again = False
-        caches = {id(v): self._as_found(v) for v in (*args, *kwargs.values()) if _is_cache(v)}
+        once = Once(args, kwargs)
         stamp = self._stamp
         given = [(t, _version(t)) for t in tree_flatten((args, kwargs))[0] if isinstance(t, Tensor)]
         buffers = self._buffers_now()
@@ -448,12 +447,11 @@ class PagedBlock:
         seen: list[tuple[Tensor | None, int]] = []
 
         def body(*args: Any, **kwargs: Any) -> Any:
-            nonlocal again
             self.runs += 1
-            if not again:
-                again = True
+            first = once.taken()
+            if first is not None:
                 with self._bound(leaves):
-                    output = function(*args, **kwargs)
+                    output = function(*first[0], **first[1])
                 self._expect_constant(buffers)
                 seen.extend(residents.now())
                 return output
@@ -468,12 +466,12 @@ class PagedBlock:
                         raise written_between(self)
                 self.pager.use(self)
             # A key-value cache has the first run's keys and values already.
-            args = tuple(caches.get(id(value), value) for value in args)
-            kwargs = {key: caches.get(id(value), value) for key, value in kwargs.items()}
+            args, kwargs = as_found(args, kwargs)
             with self._bound(leaves), as_they_were(buffers, self.name):
                 return function(*args, **kwargs)
 
-        return checkpoint(body, *args, use_reentrant=False, **kwargs)
+        args, kwargs = as_found(args, kwargs)
+        return checkpointed(body, *args, **kwargs)
 
     def _buffers_now(self) -> list[HeldBuffer]:
         """Copy the module's buffers: a second run starts from the same ones, and its writes are dropped."""
@@ -547,24 +545,12 @@ class PagedBlock:
 
     def _cached(self, args: Any, kwargs: Any) -> bool:
         """Whether a cache comes in that holds something for this block already, or is of an unknown kind."""
-        caches = [value for value in (*args, *kwargs.values()) if _is_cache(value)]
+        caches = [value for value in (*args, *kwargs.values()) if is_cache(value)]
         index = self._layer_index() if caches else 0
         return any(
             not isinstance(getattr(cache, "layers", None), list) or int(cache.get_seq_length(index)) > 0
             for cache in caches
         )
-
-    def _as_found(self, cache: Any) -> Any:
-        """Return the cache as it is before this block adds to it, for the second run.
-
-        Left out altogether, attention would get keys and values of other strides, and take another path.
-        """
-        index = self._layer_index()
-        found = copy.copy(cache)
-        found.layers = list(cache.layers)
-        if index < len(found.layers):
-            found.layers[index] = copy.copy(found.layers[index])
-        return found
 
     def _gated(self, output: Any) -> Any:
         address = -1 if self.slot is None else self.slot.address
@@ -590,8 +576,3 @@ def _lies_in(tensor: Any, start: int, end: int) -> bool:
     """Whether a packed weight's tensors are views of the slot."""
     packed: dict[str, Tensor] = getattr(tensor, "packed", None) or {}
     return any(start <= part.data_ptr() < end for part in packed.values())
-
-
-def _is_cache(value: Any) -> bool:
-    """Whether an argument is a key-value cache that a block adds to, by what it can do."""
-    return hasattr(value, "get_seq_length") and hasattr(value, "update")

@@ -31,9 +31,10 @@ from .block import PagedBlock, _version, refuse_create_graph, written_between
 from .buffers import as_they_were
 from .calls import Call, OpaqueArgument, flatten
 from .outside import FromOutside, Names, leads_elsewhere
+from .own import Own
 from .paying import Timing
 from .rng import RandomState, as_it_was
-from .soleuse import comes_twice, stands_against, watch_use
+from .soleuse import comes_twice, stands_against, watch_use, what_others_sent
 from .structure import RANDOM, Structure
 
 if TYPE_CHECKING:
@@ -102,6 +103,7 @@ class Interior:
         reason: Why it runs in graph mode, or empty.
         probed: Its first run was watched, and went well.
         plain: None of these wraps other tensors, as a packed one does.
+        own: Parameters that are not paged, and buffers.
         alone: Its recordings serve no other block.
         changes: How often its structure was found changed.
         renewals: How often what its code looks up outside was found changed.
@@ -131,6 +133,8 @@ class Interior:
         ]
         self.residents = list({id(p): p for *_, p in self.sites}.values())
         self.plain = all(type(p.data) is Tensor for p in self.residents)
+        buffers = [b for m in block.module.modules() for b in m._buffers.values() if b is not None]
+        self.own = Own([*self.residents, *buffers])
         # Kept, so that the engine can be asked whether it will come to it.
         self.anchor = torch.zeros((), device=block.pager.device, requires_grad=True)
         self.anchor_node = get_gradient_edge(self.anchor).node
@@ -346,11 +350,10 @@ class Run:
     def _look_at(self, grads: Sequence[Tensor | None]) -> None:
         """See whether the block that got an output is the only one that sent a gradient for it."""
         for index, grad in self._expected.items():
-            if grads[index] is not grad:
-                self.interior.reason = "what it returns is used by others than the next block"
-                self.mode.note(
-                    self.block, self.interior.reason + "; gradients added up in another order once"
-                )
+            others = what_others_sent(grads[index], grad)
+            if others:
+                reason = self.interior.reason = "what it returns is used by others than the next block"
+                self.mode.note(self.block, f"{reason}; gradients added up in another order once ({others})")
         self._expected.clear()
 
     def ready(self) -> None:
@@ -393,7 +396,7 @@ class Run:
     def edges(self) -> list[GradientEdge]:
         """Where the gradients of the graph inside arrive."""
         count = len(self.wanted) + len(self.residents) + len(self.trained)
-        return [_edge(self._node, index) for index in range(count)]
+        return [GradientEdge(self._node, index) for index in range(count)]
 
     def free(self) -> None:
         """Backward is through: drop what was kept for it."""
@@ -594,7 +597,3 @@ def _own(value: Any, block: PagedBlock) -> Any:
 def _maker(leaf: Tensor) -> tuple[Run, int] | None:
     run = getattr(leaf.grad_fn, "run", None)
     return (run, leaf.output_nr) if isinstance(run, Run) else None
-
-
-def _edge(node: Any, index: int) -> GradientEdge:
-    return GradientEdge(node, index)

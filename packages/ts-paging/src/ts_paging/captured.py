@@ -24,14 +24,14 @@ from .fixed import Fixed
 from .outside import FromOutside, Names, Reads, backwards_of
 from .paying import Meter, Paying, meter_for
 from .recording import CannotRecord, Recorder, recorder_for
-from .replaying import Captured, CapturedRun, addresses_of, compare, layout_of
+from .replaying import Captured, CapturedRun, compare
 from .rng import RandomState
 from .structure import RANDOM
 from .trial import (
     Expected,
     Memory,
     Trial,
-    carried_of,
+    bytes_of,
     eagerly,
     equal,
     known_storages,
@@ -140,6 +140,10 @@ class Captures:
         """Bytes that recordings hold: results in between, and the memory at fixed addresses."""
         return self._recorder.pool_bytes() + sum(memory.nbytes() for memory in self._memory.values())
 
+    def _counted(self) -> int:
+        """Bytes that `max_bytes` is about: what takes the place of kept activations is none of them."""
+        return self.pool_bytes() - sum(t.nbytes for c in self._made.values() if c.lasting for t in c.saved)
+
     def enter(self, run: Run, begin: Any = None) -> Run | None:
         """Return what replays in the place of an eager run, or the eager run; None: graph mode, looked at.
 
@@ -169,11 +173,11 @@ class Captures:
             return self._first_seen(run, form)
         if not isinstance(found, Captured):
             return self._eagerly(run, str(found))
-        own = carried_of(block, run)
-        if found.dropped or found.layout != layout_of(own):
+        own = interior.own
+        if found.dropped or found.layout != own.layout():
             del known[form]
             return run
-        moved = not found.shared and found.addresses != addresses_of(run, own)
+        moved = not found.shared and found.addresses != own.addresses(block.views)
         outside = found.names.changed()
         if moved or outside:
             self._drop(found)
@@ -233,7 +237,7 @@ class Captures:
         lost = names.hidden or interior.structure.lost
         if lost and (self.auto or lost == RANDOM):
             return lost
-        layout = layout_of(carried_of(block, run))
+        layout = interior.own.layout()
         sites = tuple(s[3] for s in block._sites)
         kind = (interior.structure.key, tuple(block.layout.offsets), sites, form, layout)
         key = (kind, block.slot.address if shared and block.slot is not None else block.name)
@@ -297,15 +301,15 @@ class Captures:
                 return _Later(f"inputs have more than {self.max_shapes} forms", turn + _IDLE)
             for captured in [c for made, c in self._made.items() if made[0] == oldest]:
                 self._drop(captured)
-        if self.max_bytes is not None and self.pool_bytes() >= self.max_bytes:
-            return f"recordings hold {self.pool_bytes()} bytes, of {self.max_bytes} that they may"
+        if self.max_bytes is not None and (held := self._counted()) >= self.max_bytes:
+            return f"recordings hold {held} bytes, of {self.max_bytes} that they may"
         if self.room is not None and self.room() <= 0:
             return "the device has no room for recordings"
         return ""
 
     def _beyond(self) -> str:
         """Return why the latest recording cannot stay, or empty."""
-        if self.max_bytes is not None and (held := self.pool_bytes()) > self.max_bytes:
+        if self.max_bytes is not None and (held := self._counted()) > self.max_bytes:
             return f"recordings would hold {held} bytes, of {self.max_bytes} that they may"
         if self.room is not None and self.room() < 0:
             self._stopped = "the device has no room for recordings"
@@ -322,17 +326,20 @@ class Captures:
         """Run a block eagerly on fixed memory, record it, and compare."""
         memory = self._memory.get((kind, shared))
         fresh = memory is None
-        own = carried_of(run.block, run)
-        for tensor in (*run.call.leaves, *own):
+        own = run.interior.own
+        for tensor in (*run.call.leaves, *own.tensors):
             if tensor.device.type != self._device.type:
                 raise CannotRecord(f"it computes with a tensor on {tensor.device}")
         if memory is None:
-            carried = [Fixed(tensor) for tensor in own] if shared else []
+            carried = [Fixed(tensor) for tensor in own.tensors] if shared else []
             memory = Memory([Fixed(leaf) for leaf in run.call.leaves], carried)
         captured = Captured(memory, shared)
         captured.used, captured.layout = run.mode.turn, kind[-1]
+        # One form of a block's own recordings keeps what it saves where it is: as much as copies would take.
+        others = [each for each in self._known(run.interior).values() if isinstance(each, Captured)]
+        captured.lasting = not shared and run.policy == "keep" and not any(c.lasting for c in others)
         captured.names = Names(run.block.module.modules())
-        captured.addresses = [] if shared else addresses_of(run, own)
+        captured.addresses = [] if shared else own.addresses(run.block.views)
         random, runs = RandomState(self._device), run.block.runs
         for fixed in memory.inputs:
             fixed.forget()
@@ -408,8 +415,11 @@ class Captures:
             return
         assert trial.saved is not None
         known = known_storages(trial, memory)
-        captured.saved = [data for address, data in trial.saved.items() if address not in known]
-        captured.forward.keep(captured.saved)
+        stay, captured.lasting = captured.lasting, False
+        storages = [storage for address, storage in trial.saved.items() if address not in known]
+        captured.saved = [bytes_of(storage, held=stay) for storage in storages]
+        captured.lasting = stay and bool(storages)
+        captured.forward.keep(captured.saved, captured.lasting)
         trial.saved = None
 
     def _record_backward(self, trial: Trial, captured: Captured) -> None:
@@ -432,7 +442,7 @@ class Captures:
         random, runs = RandomState(self._device), run.block.runs
         leaves = [leaf.detach() for leaf in run.call.leaves]
         try:
-            captured.load(run, leaves, -1, carried_of(run.block, run))
+            captured.load(run, leaves, -1, run.interior.own)
             captured.forward.replay()
             assert captured.memory.outputs is not None
             replayed = captured.memory.outputs.taken()

@@ -25,10 +25,11 @@ from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
+from .own import parts_of
 from .recording import CannotRecord
 from .structure import RANDOM, Held, draws, foreign
 
-__all__ = ["FromOutside", "Names", "Reads", "backwards_of", "leads_elsewhere", "parts_of"]
+__all__ = ["FromOutside", "Names", "Reads", "backwards_of", "leads_elsewhere"]
 
 _REFUSED = (torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape)
 #: Takes what Python has made of numbers just now.
@@ -76,16 +77,6 @@ def backwards_of(outputs: Iterable[Tensor], begin: Any) -> Iterator[Any]:
             if written is not None:
                 yield written.backward
             todo += [following for following, _ in node.next_functions]
-
-
-def parts_of(tensor: Any) -> list[Tensor]:
-    """Return the plain tensors that one consists of."""
-    packed: dict[str, Tensor] | None = getattr(tensor, "packed", None)
-    if packed is not None:
-        return list(packed.values())
-    if type(tensor) not in (Tensor, nn.Parameter) and hasattr(tensor, "__tensor_flatten__"):
-        return [part for name in tensor.__tensor_flatten__()[0] for part in parts_of(getattr(tensor, name))]
-    return [tensor]
 
 
 def _address(tensor: Tensor) -> int:

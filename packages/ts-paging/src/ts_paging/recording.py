@@ -39,8 +39,13 @@ class Recording(Protocol):
         """Run it again, on the current stream of its device."""
         ...
 
-    def keep(self, tensors: Sequence[Tensor]) -> None:
-        """Name results that are read between its replay and the next one of any recording."""
+    def keep(self, tensors: Sequence[Tensor], lasting: bool = False) -> None:
+        """Name results that are read between its replay and the next one of any recording.
+
+        Args:
+            tensors: They.
+            lasting: Whoever asks holds their memory, and they are read until its own next replay.
+        """
         ...
 
 
@@ -71,7 +76,7 @@ class _CudaRecording:
     def replay(self) -> None:
         self._graph.replay()
 
-    def keep(self, tensors: Sequence[Tensor]) -> None:
+    def keep(self, tensors: Sequence[Tensor], lasting: bool = False) -> None:
         pass  # memory of the pool is written by replays only
 
 

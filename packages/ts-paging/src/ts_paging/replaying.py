@@ -2,23 +2,29 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
 from .autocast import autocast_now
-from .block import _version, written_between
+from .block import written_between
 from .blockmode import Run
 from .fixed import copy_all
-from .outside import Names, parts_of
+from .outside import Names
+from .own import Own, versions_of
 from .recording import CannotRecord, Recording
 from .rng import RandomState, as_it_was
-from .trial import Expected, Memory, carried_of, equal
+from .trial import Expected, Memory, equal
 
-__all__ = ["Captured", "CapturedRun", "addresses_of", "compare"]
+__all__ = ["Captured", "CapturedRun", "compare", "within_spread"]
+
+
+_RUNS = 2  # eager runs more, where kernels may add in any order
+_SPREADS = 4  # how many times as far as these from each other a replay may be from the first
 
 
 class Captured:
@@ -31,6 +37,7 @@ class Captured:
         places: Indices of outputs that need a gradient.
         saved: The bytes that forward leaves for backward, there until the next replay of anything; empty if
             backward computes them again.
+        lasting: They are there until the next replay of this one: nothing else uses their memory.
         shared: Several blocks use it.
         verified: Blocks that it was compared with: name, and how often they had been found changed.
         layout: Shapes, strides and dtypes of what is a block's own.
@@ -58,16 +65,19 @@ class Captured:
         self.held: list[Tensor] = []
         self.used = -1
         self.dropped = False
+        self.lasting = False
+        self._owner: weakref.ref[CapturedRun] | None = None  # the run whose values are there now
+        self._as_words: list[Tensor] | None = None
 
     def load(
         self,
         run: Run,
         leaves: Sequence[Tensor],
         turn: int,
-        own: Sequence[Tensor],
+        own: Own,
         more: Sequence[tuple[Tensor, Tensor]] = (),
     ) -> None:
-        """Bring a run's inputs, what is its block's own and not in the slot (see `carried_of`), and more."""
+        """Bring a run's inputs, what is its block's own and not in the slot, and more."""
         wanted = set(run.wanted)
         pairs = [
             fixed.pair(leaf)
@@ -75,8 +85,50 @@ class Captured:
             if index in wanted or fixed.stale(leaf, turn)
         ]
         if self.shared:
-            pairs += [f.pair(t) for f, t in zip(self.memory.carried, own, strict=True)]
+            pairs += [f.pair(t) for f, t in zip(self.memory.carried, own.tensors, strict=True)]
         copy_all([*pairs, *more])
+
+    def claim(self, run: CapturedRun) -> bool:
+        """Let a run use the place of what lasts; another one that still needs what is there gets a copy.
+
+        Returns:
+            Whether it was this run's already.
+        """
+        owner = None if self._owner is None else self._owner()
+        if owner is run:
+            return True
+        if owner is not None and not owner._spent:
+            owner._copies = list(self.copied())
+        self._owner = weakref.ref(run)
+        return False
+
+    def copied(self) -> list[Tensor]:
+        """Return copies of what forward has saved: parts of one stretch of memory."""
+        words = self._words()
+        if words is None:
+            copies = [torch.empty_like(each) for each in self.saved]
+            copy_all(list(zip(copies, self.saved, strict=True)))
+            return copies
+        sizes = [each.numel() for each in words]
+        memory = torch.empty(sum(sizes), dtype=torch.int64, device=words[0].device)
+        parts = list(torch.split_with_sizes(memory, sizes))
+        torch._foreach_copy_(parts, words)
+        return parts
+
+    def bring_back(self, copies: list[Tensor]) -> None:
+        """Write what forward has saved from copies."""
+        words = self._words()
+        if words is None or any(each.dtype is not torch.int64 for each in copies):
+            copy_all([(one, two.view(torch.uint8)) for one, two in zip(self.saved, copies, strict=True)])
+        elif words:
+            torch._foreach_copy_(words, copies)
+
+    def _words(self) -> list[Tensor] | None:
+        """Return what is saved as words of 8 bytes, or None where it is not made of them."""
+        if self._as_words is None:
+            even = all(not (t.numel() % 8 or t.data_ptr() % 8) for t in self.saved)
+            self._as_words = [t.view(torch.int64) for t in self.saved] if even else []
+        return self._as_words or None
 
 
 class CapturedRun(Run):
@@ -99,30 +151,33 @@ class CapturedRun(Run):
         block, captured = self.block, self.captured
         leaves = [leaf.detach() if leaf.requires_grad else leaf for leaf in self.call.leaves]
         self.call.leaves = leaves
-        self._own = carried_of(block, self)
-        self._at = addresses_of(self, self._own)
-        self._versions = [_version(leaf) for leaf in leaves]
-        self._own_versions = [_version(tensor) for tensor in self._own]
+        self._looked = self.interior.own
+        self._at = self._looked.addresses(block.views)
+        self._versions, self._own_versions = versions_of(leaves), self._looked.versions()
         device = block.pager.device
         self._random, self._buffers = RandomState(device), []
         self._cast = autocast_now(device.type)
         block.runs += 1
-        captured.load(self, leaves, self.turn, self._own)
+        if captured.lasting:
+            captured.claim(self)
+        captured.load(self, leaves, self.turn, self._looked)
         captured.forward.replay()
         assert captured.memory.outputs is not None
         taken = iter(captured.memory.outputs.taken())
         self.flat = [next(taken) if isinstance(each, Tensor) else each for each in captured.flat]
         self.spec, self.places = captured.spec, captured.places
-        self._copies = self._put_away() if captured.saved else []
+        self._copies = self._put_away() if captured.saved and not captured.lasting else []
         self._parked = block.pager.activations.latest()
         return tuple([self.flat[index] for index in self.places])
 
     def _put_away(self) -> list[Any]:
         """Copy what forward has saved; under ``offload`` the copies leave the device."""
         pager = self.block.pager
+        if self.policy != "offload":
+            return self.captured.copied()
         copies: list[Any] = [torch.empty_like(each) for each in self.captured.saved]
         copy_all(list(zip(copies, self.captured.saved, strict=True)))
-        if self.policy == "offload":
+        if copies:
             store, least = pager.activations, max(pager.min_offload_bytes, 1)
             away = store.begin() if any(copy.numel() >= least for copy in copies) else None
             copies = [store.park(copy, away) if copy.numel() >= least else copy for copy in copies]
@@ -130,7 +185,12 @@ class CapturedRun(Run):
 
     def changed(self) -> bool:
         """Whether what a replay reads again was written since forward, or is somewhere else."""
-        return super().changed() or self._at != addresses_of(self, self._own)
+        self.block._residents.expect(self._standing)
+        return (
+            versions_of(self.call.leaves) != self._versions
+            or self._looked.versions() != self._own_versions
+            or self._looked.addresses(self.block.views) != self._at
+        )
 
     def ready(self) -> None:
         """Also look at arguments and resident weights: a replay reads them again, whatever the policy."""
@@ -148,10 +208,10 @@ class CapturedRun(Run):
                 return super().gradients(grads)
             finally:
                 self.policy = policy
-        copies = [each if isinstance(each, Tensor) else each.bring() for each in self._copies]
-        more = list(zip(captured.saved, copies, strict=True))
-        more += [fixed.pair(grad) for fixed, grad in pairs if grad is not None]
-        captured.load(self, self.call.leaves, self.turn, self._own, more)
+        if captured.saved and not (captured.lasting and captured.claim(self)):
+            captured.bring_back([c if isinstance(c, Tensor) else c.bring() for c in self._copies])
+        more = [fixed.pair(grad) for fixed, grad in pairs if grad is not None]
+        captured.load(self, self.call.leaves, self.turn, self._looked, more)
         if policy == "recompute":
             self.block.runs += 1
             with as_it_was(self._random, self.block.pager.device):
@@ -165,18 +225,6 @@ class CapturedRun(Run):
         """Also drop the copies."""
         super().free()
         self._copies = []
-
-
-def addresses_of(run: Run, own: Sequence[Tensor]) -> list[int]:
-    """Return where a block's tensors are that recordings of its own compute with (see `carried_of`)."""
-    return [part.data_ptr() for tensor in (*run.block.views, *own) for part in parts_of(tensor)]
-
-
-def layout_of(own: Sequence[Tensor]) -> Hashable:
-    """Return the forms of a block's own tensors, which a recording relies on (see `carried_of`)."""
-    plain = Tensor, nn.Parameter
-    parts = [part for t in own for part in ((t,) if type(t) in plain else parts_of(t))]
-    return tuple([(part.shape, part.stride(), part.dtype) for part in parts])
 
 
 def compare(
@@ -202,14 +250,33 @@ def compare(
     pairs = list(zip(came, [*outputs, *found], strict=True))
     if all(one is two is None or equal(one, two) for one, two in pairs):
         return
-    if start[0].is_cuda:  # kernels that add in any order differ from themselves, too
-        random.put_back()
-        second = again()
-        other: list[Tensor | None] = [*second[0], *second[2]]
-        spread = [_distance(first, next_one) for (_, first), next_one in zip(pairs, other, strict=True)]
-        if all(_distance(*pair) <= 4 * s for pair, s in zip(pairs, spread, strict=True)):
+    if start[0].is_cuda and not torch.are_deterministic_algorithms_enabled():
+        more: list[list[Tensor | None]] = []
+        for _ in range(_RUNS):
+            random.put_back()
+            outs, _, grads = again()
+            more.append([*outs, *grads])
+        if within_spread(came, [*outputs, *found], more):
             return
     raise CannotRecord("a replay gave other values than the eager run")
+
+
+def within_spread(
+    came: Sequence[Tensor | None], first: Sequence[Tensor | None], more: Sequence[Sequence[Tensor | None]]
+) -> bool:
+    """Whether results differ from those of an eager run no more than eager runs differ from each other.
+
+    Kernels that add in any order differ from themselves. How much is not the same twice, and what one of them
+    has made differs in all that comes of it: so the largest spread among the results counts, relative to the
+    size of each, four times. Runs that do not differ at all allow nothing.
+    """
+    spread = [max(_distance(one, each[i]) for each in more) for i, one in enumerate(first)]
+    sizes = [0.0 if one is None else float(one.double().norm()) for one in first]
+    relative = max((s / size for s, size in zip(spread, sizes, strict=True) if size), default=0.0)
+    return all(
+        _distance(one, two) <= _SPREADS * max(s, relative * size)
+        for one, two, s, size in zip(came, first, spread, sizes, strict=True)
+    )
 
 
 def _distance(one: Tensor | None, two: Tensor | None) -> float:

@@ -77,6 +77,10 @@ class GatheredRows(PagedBlock):
 
     def compute(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Run a function while the weight can be looked up; one that is trained by now is brought whole."""
+        with self.pager.turns.forward(self):  # the module's weight is exchanged meanwhile
+            return self._looked_up(function, args, kwargs)
+
+    def _looked_up(self, function: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         self.runs += 1
         weight = self.parameters[0]
         with torch._C.DisableTorchFunctionSubclass():

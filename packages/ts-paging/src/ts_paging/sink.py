@@ -125,7 +125,8 @@ class _Pass:
         self.narrow: list[_Narrow] = []
 
     def __call__(self) -> None:
-        self._sink._settle_narrow(self, 0)
+        with self._sink._lock:
+            self._sink._settle_narrow(self, 0)
         self._sink._land(self.parts)
         # Else the dictionary hears of our end in a callback, where a Ctrl-C that comes then is lost.
         self._sink._passes.pop(self._task, None)
@@ -156,6 +157,9 @@ class GradientSink:
         self._passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
         # The engine has a thread per device: a penalty on host Parameters runs beside the CUDA backward.
         self._lock = threading.Lock()
+        # Held while a gradient lands, one for each Parameter: passes of several threads may end together.
+        # AccumulateGrad has one, too; a hook may call backward itself.
+        self._landings: dict[int, threading.RLock] = {}
         # With each buffer, how many hold its memory when nobody else does: a view has a base that does, too.
         self._spare: dict[int, list[tuple[Tensor, int]]] = {}
         self.shared: set[int] = set()
@@ -307,7 +311,8 @@ class GradientSink:
                     del contributions[1:]
                 batch: _Batch = []
                 for part in held:
-                    part.host = self._buffer(parameter)
+                    with self._lock:
+                        part.host = self._buffer(parameter)
                     grad, part.held = part.held, None
                     assert grad is not None
                     source = _flat_as(grad, part.host, part.host.dtype)
@@ -335,13 +340,14 @@ class GradientSink:
     def forget(self, parameter: nn.Parameter) -> None:
         """Drop the spare buffers of a Parameter that is paged no more."""
         self._spare.pop(id(parameter), None)
+        self._landings.pop(id(parameter), None)
         self.shared.discard(id(parameter))
         self._no_narrow.discard(id(parameter))
 
     def _buffer(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer that nobody else holds: one that was ``p.grad`` before, or a new one.
 
-        A copy under way into it holds it.
+        A copy under way into it holds it. Called under the lock, and held by somebody before that is let go.
         """
         dtype = dtype or parameter.dtype
         spare = self._spare.setdefault(id(parameter), [])
@@ -358,7 +364,8 @@ class GradientSink:
 
     def _wide(self, parameter: Tensor) -> Tensor:
         """Return an fp32 buffer for a sum of gradients; what is handed out is a tensor of its own."""
-        return self._buffer(cast(nn.Parameter, parameter), torch.float32).detach()
+        with self._lock:
+            return self._buffer(cast(nn.Parameter, parameter), torch.float32).detach()
 
     def _landing(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
         for under_way in self._passes.values():
@@ -373,35 +380,58 @@ class GradientSink:
         self._gather(parts)
         values = _measured(parts)
         for key, (parameter, contributions) in parts.items():
-            with torch._C.DisableTorchFunctionSubclass():
+            with self._landings.setdefault(key, threading.RLock()):
                 entry = guard_of(parameter)
                 before, after = _hooks_of(parameter, entry)
-                hooks = list(before.values())
-                # A hook may edit through memory that moves no version; some say that they do not.
-                left_alone = all(getattr(hook, "leaves_gradient", False) for hook in hooks)
-                late = self._arriving(parameter, contributions) if left_alone and not after else None
-                buffer = total = self._total(parameter, contributions) if late is None else late
-                # A graph from before its weight returned to the device lands there.
-                total = total.to(parameter.device) if late is None else total
-                version = total._version
-                if entry is not None:
-                    entry.wide_memory = self._wide
-                for hook in hooks:
-                    changed = hook(total)
-                    total = total if changed is None else changed
-                # A buffer is handed out through a tensor of its own, so that holders can be counted.
-                if parameter.grad is None:
-                    parameter.grad = landed = total.detach() if late is None else total
-                    same = left_alone and total is buffer and total._version == version
-                    if entry is not None and key in values and same:
-                        entry.note_square_sum(landed, values[key])
-                else:
-                    if entry is not None:
-                        entry.wait()  # a pending update still needs what is there
-                    settled_gradient(parameter)
-                    parameter.grad += total
-            for done in list(after.values()):
-                done(parameter)
+                with torch._C.DisableTorchFunctionSubclass():
+                    self._land_one(
+                        parameter, contributions, entry, list(before.values()), values.get(key), not after
+                    )
+                for done in list(after.values()):
+                    done(parameter)
+
+    def _land_one(
+        self,
+        parameter: nn.Parameter,
+        contributions: list[_Part],
+        entry: Guard | None,
+        hooks: list[Any],
+        squares: float | None,
+        quiet: bool,
+    ) -> None:
+        """Land the gradient of one Parameter.
+
+        Args:
+            parameter: The Parameter.
+            contributions: What came for it.
+            entry: Its guard.
+            hooks: What is run on the gradient before it lands.
+            squares: Its sum of squares, if that was measured.
+            quiet: Nothing is run once it has landed.
+        """
+        # A hook may edit through memory that moves no version; some say that they do not.
+        left_alone = all(getattr(hook, "leaves_gradient", False) for hook in hooks)
+        late = self._arriving(parameter, contributions) if left_alone and quiet else None
+        buffer = total = self._total(parameter, contributions) if late is None else late
+        # A graph from before its weight returned to the device lands there.
+        total = total.to(parameter.device) if late is None else total
+        version = total._version
+        if entry is not None:
+            entry.wide_memory = self._wide
+        for hook in hooks:
+            changed = hook(total)
+            total = total if changed is None else changed
+        # A buffer is handed out through a tensor of its own, so that holders can be counted.
+        if parameter.grad is None:
+            parameter.grad = landed = total.detach() if late is None else total
+            same = left_alone and total is buffer and total._version == version
+            if entry is not None and squares is not None and same:
+                entry.note_square_sum(landed, squares)
+        else:
+            if entry is not None:
+                entry.wait()  # a pending update still needs what is there
+            settled_gradient(parameter)
+            parameter.grad += total
 
     def _arriving(self, parameter: nn.Parameter, contributions: list[_Part]) -> ArrivingGradient | None:
         """Make what stands for a gradient until it is there; None: it has to be waited for."""
@@ -431,7 +461,9 @@ class GradientSink:
         buffers = [part.host for part in contributions if part.host is not None]
         total = buffers[0]
         if total.dtype is not parameter.dtype:
-            narrow, total = total, self._buffer(parameter)
+            narrow = total
+            with self._lock:
+                total = self._buffer(parameter).detach()
             total.copy_(narrow)
         for more in buffers[1:]:
             total += more

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_flatten
 
 from .calls import is_constant
 
-__all__ = ["comes_twice", "leaves_behind", "stands_against", "watch_use"]
+__all__ = ["comes_twice", "leaves_behind", "stands_against", "watch_use", "what_others_sent"]
 
 _TWICE = "one tensor comes into it twice"
 
@@ -78,6 +78,25 @@ def watch_use(inputs: Sequence[Tensor], outputs: Sequence[Tensor], told: Callabl
                 todo.append(following)
     for (node, number), each in parts.items():
         node.register_prehook(_arrives(number, each, told))
+
+
+def what_others_sent(arrived: Tensor | None, sent: Tensor) -> str:
+    """Describe what was added to a gradient on its way; empty: nothing that changes a value.
+
+    The engine hands on the very tensor that one block sent. Another one with the same values is no sum in
+    another order either: a hook may have copied it, or somebody has sent zeros. To tell waits for the device.
+    """
+    if arrived is sent:
+        return ""
+    if arrived is None:
+        return "nothing arrived"
+    with torch.no_grad():
+        if _same(arrived, sent):
+            return ""
+        if arrived.shape != sent.shape:
+            return f"of shape {tuple(arrived.shape)} instead of {tuple(sent.shape)}"
+        norms = [each.double().norm().item() for each in (arrived - sent, sent)]
+    return "what others sent has a norm of {:.3g}, beside {:.3g}".format(*norms)
 
 
 def leaves_behind(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> list[Tensor]:

@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import collections
 import functools
-import itertools
-import operator
 import random
 import sys
 import types
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from . import _C
 from .stand_in import StandIn
 
 __all__ = ["RANDOM", "Held", "Structure", "draws", "foreign"]
@@ -52,7 +51,6 @@ _OURS = frozenset(
 _LEAVES = (
     Tensor, StandIn, type, types.BuiltinFunctionType, types.ModuleType, types.CodeType, weakref.ref, range,
 )  # fmt: skip
-_is_not: Callable[[Any, Any], bool] = operator.is_not
 
 
 class _Same:
@@ -87,28 +85,26 @@ class Held:
             known: What others look after: it is not followed.
         """
         self.lost = ""
-        self._places: list[Any] = []  # what can be gone through; of mappings, their keys and values
-        self._lengths: list[int] = []
-        self._values: list[Any] = []
+        self._places: list[Any] = []  # what can be gone through; a dictionary stands for its values
+        self._expected: list[tuple[Any, ...]] = []
         self._known = {id(each) for each in known}
         self._followed: dict[int, Any] = {}  # held, so that no other one gets its id
 
     def add(self, place: Any) -> None:
         """Take what a container holds now for what it should."""
-        self._take(place.values() if isinstance(place, Mapping) else place)
+        if type(place) is dict:
+            self._places.append(place)
+            self._expected.append(tuple(place.values()))
+        else:
+            self._take(place.values() if isinstance(place, Mapping) else place)
 
     def _take(self, place: Any) -> None:
-        values = list(place)
         self._places.append(place)
-        self._lengths.append(len(values))
-        self._values += values
+        self._expected.append(tuple(place))
 
     def same(self) -> bool:
-        """Whether all hold what they did."""
-        places = self._places
-        if list(map(len, places)) != self._lengths:
-            return False
-        return not any(map(_is_not, itertools.chain.from_iterable(places), self._values))
+        """Whether all hold what they did: the same objects, in the same order."""
+        return _C.same(self._places, self._expected)
 
     def follow(self, value: Any, depth: int = _DEPTH) -> None:
         """Hold what a value has inside, however deep, as far as that is data that can change."""
@@ -130,7 +126,7 @@ class Held:
         """Hold one value's own content; returns what to follow from there."""
         if isinstance(value, (dict, types.MappingProxyType)):
             self._take(value.keys())
-            self._take(value.values())
+            self.add(value)
             return list(value.values())
         if isinstance(value, (list, set, collections.deque)):
             self._take(value)
@@ -263,7 +259,11 @@ class Structure:
                     self._held.follow(value)
             with torch._C.DisableTorchFunctionSubclass():
                 tensors = [(k, _form(t)) for table in _TABLES[:2] for k, t in state[table].items()]
+            for tensor in [t for table in _TABLES[:2] for t in state[table].values()]:
+                if hasattr(tensor, "packed"):
+                    self._watch(vars(tensor))  # the tensors that it consists of are its attributes
             entries.append((name, type(inner), tuple(settings), tuple(tensors)))
+        self._hooked = [hooks for _, hooks in self._hooks]
         self.key: Hashable = tuple(entries)
         self.lost = self._held.lost
 
@@ -320,6 +320,8 @@ class Structure:
 
     def hooked(self) -> str | None:
         """Return the name of a module inside that has hooks of others (empty: the block itself), or None."""
+        if not any(self._hooked):
+            return None
         return next((name for name, hooks in self._hooks if hooks), None)
 
 

@@ -84,6 +84,7 @@ class _TapeRecording:
         self._recorder = recorder
         self._steps, self._made = tape.steps, tape.made
         self._kept: set[int] = set()
+        self._lasting: set[int] = set()
 
     def replay(self) -> None:
         with torch.no_grad(), torch._C._DisableAutocast():
@@ -91,13 +92,14 @@ class _TapeRecording:
                 step.run()
             self._recorder.spoil(self)
 
-    def keep(self, tensors: Sequence[Tensor]) -> None:
-        self._kept.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
+    def keep(self, tensors: Sequence[Tensor], lasting: bool = False) -> None:
+        names = self._lasting if lasting else self._kept
+        names.update(tensor.untyped_storage().data_ptr() for tensor in tensors)
 
     def spoil(self, mine: bool) -> None:
         """Spoil what does not outlast a replay of this recording, or what does not outlast one of another."""
         for address, tensor in self._made.items():
-            if (address in self._kept) != mine:
+            if address not in self._lasting and (address in self._kept) != mine:
                 torch.empty(0, dtype=torch.uint8).set_(tensor.untyped_storage()).fill_(_SPOILT)
 
     def nbytes(self) -> int:

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .block import PagedBlock
 from .blockmode import Run
 from .calls import Call
 from .fixed import Fixed, Pack
 from .recording import CannotRecord
 
 __all__ = [
-    "Expected", "Memory", "Trial", "carried_of", "eagerly", "equal", "known_storages",
+    "Expected", "Memory", "Trial", "bytes_of", "eagerly", "equal", "known_storages",
     "of_residents", "reserve", "standing",
 ]  # fmt: skip
 
@@ -35,7 +34,7 @@ class Trial(Run):
         self.__dict__.update(run.__dict__)
         self.call = Call(list(leaves), run.call.spec)
         self.stand = stand
-        self.saved: dict[int, Tensor] | None = None
+        self.saved: dict[int, torch.UntypedStorage] | None = None
 
     def _saving(self, leaves: Sequence[Tensor]) -> Any:
         saved = self.saved
@@ -45,7 +44,7 @@ class Trial(Run):
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
             if storage.nbytes():
-                saved.setdefault(storage.data_ptr(), _bytes_at(storage))
+                saved.setdefault(storage.data_ptr(), storage)
             return tensor if tensor.grad_fn is None else tensor.detach()
 
         return torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
@@ -73,12 +72,6 @@ class Memory:
         """Return the bytes reserved."""
         packs = [pack.nbytes for pack in (self.outputs, self.found) if pack is not None]
         return sum(packs) + sum(each.nbytes for each in (*self.inputs, *self.carried, *self.given))
-
-
-def carried_of(block: PagedBlock, run: Run) -> list[Tensor]:
-    """Return what is a block's own and not in the slot: other Parameters, and buffers."""
-    buffers = [b for m in block.module.modules() for b in m._buffers.values() if b is not None]
-    return [*run.interior.residents, *buffers]
 
 
 @contextlib.contextmanager
@@ -157,8 +150,8 @@ def equal(one: Tensor | None, two: Tensor | None) -> bool:
     )
 
 
-def _bytes_at(storage: torch.UntypedStorage) -> Tensor:
-    """Return bytes of a recording's pool without holding them: others of its recordings may use them too."""
+def bytes_of(storage: torch.UntypedStorage, *, held: bool) -> Tensor:
+    """Return bytes of a recording's pool; those not held may be used by others of its recordings too."""
     make: Any = torch._C._construct_storage_from_data_pointer
-    view = make(storage.data_ptr(), storage.device, storage.nbytes())
+    view = storage if held else make(storage.data_ptr(), storage.device, storage.nbytes())
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(view)

@@ -1,6 +1,8 @@
 """What stays from step to step is not looked at one by one; what was changed is seen all the same."""
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
@@ -11,14 +13,19 @@ from torch import nn
 from ts_core.guard import guard
 from ts_core.testing import assert_bit_equal, seeded
 from ts_optim import OffloadAdamW
-from ts_optim.roster import Positions, Roster
+from ts_optim.roster import Positions, Prompt, Roster
 
 SHAPES = ((4, 4), (3,), (2, 2, 3), (4, 4))
 
 
-def build(dtype, guarded, **options):
+def build(dtype, guarded, device="cpu", **options):
+    """Make parameters of one dtype, or of two in turn, and their optimizer."""
+    dtypes = dtype if isinstance(dtype, tuple) else (dtype,)
     with seeded(1):
-        params = [nn.Parameter(torch.randn(shape).to(dtype)) for shape in SHAPES]
+        params = [
+            nn.Parameter(torch.randn(shape).to(device, dtypes[i % len(dtypes)]))
+            for i, shape in enumerate(SHAPES)
+        ]
     for i, p in enumerate(params if guarded else ()):
         guard(p, lambda p, g: None).rank = i % 2
     groups = [{"params": params[:2]}, {"params": params[2:], "lr": 0.3}]
@@ -28,7 +35,7 @@ def build(dtype, guarded, **options):
 def fill(params, seed):
     with seeded(seed):
         for p in params:
-            p.grad = torch.randn(p.shape).to(p.dtype)
+            p.grad = torch.randn(p.shape).to(p.device, p.dtype)
 
 
 @torch.no_grad()
@@ -161,6 +168,14 @@ def hyperparameters(p, o):
     o.param_groups[1].update(lr=0.01, weight_decay=0.5)
 
 
+def freeze(p, o):
+    p.requires_grad_(False)
+
+
+def become_guarded(p, o):
+    guard(p, lambda p, g: None)
+
+
 def load(p, o):
     o.load_state_dict(o.state_dict())
 
@@ -174,8 +189,8 @@ EDITS = [
     write, write_past, exchange_memory, transpose, reshape, leave_gaps, exchange_tensor, exchange_counter,
     exchange_entry, write_state, drop_entry, drop_moment, reorder_entry, foreign_name, assign_state,
     no_gradient, wide_gradient, widest_gradient, transposed_gradient, gradient_with_gaps,
-    gradient_with_history, subclass_gradient, narrow, other_group, leave_groups, twice, hyperparameters, load,
-    move,
+    gradient_with_history, subclass_gradient, narrow, other_group, leave_groups, twice, hyperparameters,
+    freeze, become_guarded, load, move,
 ]  # fmt: skip
 
 
@@ -216,6 +231,29 @@ def test_one_edit_after_steps_without_any(edit, dtype, guarded):
         compare([[], [], [], [(edit, at)], [], []], dtype, guarded)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("dtype", [torch.float32, (torch.bfloat16, torch.float32)])
+@pytest.mark.parametrize("edit", EDITS)
+def test_one_edit_of_parameters_on_a_gpu(edit, dtype, place):
+    compare([[], [], [], [(edit, 1)], [], []], dtype, False, device="cuda", place=lambda p: place)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_gpu_takes_the_gradients_themselves(dtype):
+    params, optimizer = build(dtype, False, device="cuda")
+    for seed in range(3):
+        fill(params, seed)
+        optimizer.step()
+    fill(params, 4)
+    works = optimizer._found()
+    assert isinstance(works, Prompt)
+    assert all(work.grad is p.grad for work, p in zip(works, params, strict=True))
+
+
 @pytest.mark.parametrize("guarded", [False, True])
 @given(
     history=st.lists(
@@ -227,6 +265,52 @@ def test_one_edit_after_steps_without_any(edit, dtype, guarded):
 )
 def test_any_history_gives_the_bits_of_looking_one_by_one(guarded, history, dtype, clip, moments):
     compare(history, dtype, guarded, max_grad_norm=clip, moment_dtype=moments)
+
+
+@pytest.mark.parametrize("edit", [no_gradient, transposed_gradient, exchange_memory, hyperparameters, narrow])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"max_grad_norm": 0.5},
+        {"moment_dtype": "int8", "ema": 0.9, "seed": 3},
+        {"moment_dtype": "bfloat16", "measure_updates": True, "skip_nonfinite": True},
+    ],
+    ids=lambda options: "-".join(options) or "plain",
+)
+def test_parameters_of_two_dtypes_keep_their_calls(options, edit):
+    dtypes = (torch.float32, torch.bfloat16)
+    compare([[], [], [], [(edit, 1)], [], [], []], dtypes, False, **options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, (torch.bfloat16, torch.float32)])
+def test_steps_without_changes_are_prompt_and_keep_no_gradient(dtype):
+    params, optimizer = build(dtype, False)
+    for seed in range(3):
+        fill(params, seed)
+        optimizer.step()
+    fill(params, 4)
+    works = optimizer._found()
+    assert isinstance(works, Prompt)
+    assert len(works) == len(params)
+    assert [id(work.slot.param) for work in works] == [id(p) for p in params]
+    assert works[1].grad is params[1].grad
+    del works
+    optimizer.step()
+    gone = [weakref.ref(p.grad) for p in params]
+    optimizer.zero_grad()
+    gc.collect()
+    assert all(each() is None for each in gone)
+
+
+def test_a_parameter_guarded_between_steps_waits_from_then_on():
+    params, optimizer = build(torch.float32, False)
+    for seed in range(3):
+        fill(params, seed)
+        optimizer.step()
+    guard(params[2], lambda p, g: None)
+    fill(params, 4)
+    assert [work.waits for work in optimizer._found()] == [p is params[2] for p in params]
 
 
 @pytest.mark.parametrize("guarded", [False, True])

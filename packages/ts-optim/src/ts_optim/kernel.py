@@ -15,11 +15,12 @@ from .moments import block_count
 from .options import Hyper
 from .reference import adamw_
 from .slots import Slot
-from .transfer import Batch, Work
+from .transfer import Batch, Columns, Work
 
 __all__ = [
     "Clock",
     "Measures",
+    "PlainCall",
     "PlainUpdate",
     "Terms",
     "call_kernel",
@@ -105,29 +106,31 @@ def choose_kernel(
     batch: Batch, steps: Sequence[torch.Tensor], terms: Terms, reconcile: bool
 ) -> tuple[Callable[..., None], tuple[Any, ...], torch.Tensor | None]:
     """Choose the kernel of a batch; return it, its arguments and where it leaves sums of squares."""
-    slots = [work.slot for work in batch.works]
-    groups = [work.group for work in batch.works]
-    if not is_plain(slots[0], terms):
+    columns = batch.columns
+    if columns is None:
+        works = batch.works
+        slots, groups = [work.slot for work in works], [work.group for work in works]
+        columns = Columns.of(slots, groups, [work.index for work in works])
+    if not is_plain(columns.first, terms):
         sums = partials = _NOTHING
         if terms.measures is not None:
             device = batch.grads[0].device
             blocks = sum(block_count(grad.numel()) for grad in batch.grads)
             partials = torch.empty(3, blocks, dtype=torch.float64, device=device)
-            sums = torch.zeros(len(slots), 3, dtype=torch.float64, device=device)
+            sums = torch.zeros(len(steps), 3, dtype=torch.float64, device=device)
         arguments = (
             batch.params,
             batch.grads,
-            [slot.exp_avg for slot in slots],
-            [slot.exp_avg_sq for slot in slots],
-            [slot.scales[0] for slot in slots if slot.scales],
-            [slot.scales[1] for slot in slots if slot.scales],
+            columns.exp_avgs,
+            columns.exp_avg_sqs,
+            *columns.scales,
             steps,
             batch.lows,
-            [slot.ema for slot in slots if slot.ema is not None],
+            columns.emas,
             terms.table,
-            groups,
-            [terms.seeds[group] for group in groups],
-            [work.index for work in batch.works],
+            columns.groups,
+            [terms.seeds[group] for group in columns.groups],
+            columns.numbers,
             partials,
             sums,
             terms.scale,
@@ -141,12 +144,12 @@ def choose_kernel(
         (
             batch.params,
             batch.grads,
-            [slot.exp_avg for slot in slots],
-            [slot.exp_avg_sq for slot in slots],
+            columns.exp_avgs,
+            columns.exp_avg_sqs,
             steps,
             batch.lows,
             terms.table,
-            groups,
+            columns.groups,
             terms.scale,
             reconcile,
             terms.threads,
@@ -164,6 +167,42 @@ def call_kernel(batch: Batch, terms: Terms) -> None:
     terms.clock.add("kernel_s", time.perf_counter() - start)
     if terms.measures is not None and sums is not None:
         terms.measures.add(batch.works, sums)
+
+
+class PlainCall:
+    """A kernel call on dense parameters whose state is where they are, made ready for every step to come.
+
+    It holds as long as the slots and their state's tensors are the same. It measures nothing.
+    """
+
+    def __init__(self, slots: Sequence[Slot], groups: list[int], numbers: list[int]) -> None:
+        """Read what does not change.
+
+        Args:
+            slots: One or more, of one `Slot.bucket`.
+            groups: Their parameter groups' indices.
+            numbers: Their positions among the optimizer's parameters.
+        """
+        self._low = slots[0].low
+        self._columns = Columns.of(slots, groups, numbers)
+        self._params = [slot.weights if slot.master is None else slot.master for slot in slots]
+        self._lows = [slot.weights for slot in slots if slot.low]
+        self._steps: list[torch.Tensor] = [slot.state["step"] for slot in slots]
+        self._written = [t for slot in slots for t in slot.written]
+
+    def run(self, grads: list[torch.Tensor], terms: Terms) -> None:
+        """Update the parameters, their state and their version counters.
+
+        Args:
+            grads: One for each slot, contiguous.
+            terms: What `step()` fixed.
+        """
+        batch = Batch(self._params, grads, self._lows, columns=self._columns)
+        kernel, arguments, _ = choose_kernel(batch, self._steps, terms, self._low)
+        start = time.perf_counter()
+        kernel(*arguments)
+        torch.autograd.graph.increment_version(self._written)
+        terms.clock.add("kernel_s", time.perf_counter() - start)
 
 
 class PlainUpdate:

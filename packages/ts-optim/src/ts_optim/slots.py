@@ -93,7 +93,7 @@ class Slot:
         state: The entry of `optimizer.state` that the views belong to.
         low: The parameter is a 16-bit one with an fp32 master.
         bucket: What can share one kernel call with it: kind, `low`, device.
-        direct: Host kernels take its contiguous gradients as they are.
+        direct: Kernels take its contiguous gradients as they are; it is contiguous itself.
         home: Where the memory of the moments is from; None is the default memory.
         watched: What the kernels read beside the gradient: weights, then the state's tensors in the order of
             `KEPT`.
@@ -466,7 +466,7 @@ class StateMaker:
             in_place=in_place,
             low=low,
             bucket=(kind, low, param.device),
-            direct=kind == "plain" and param.device.type == "cpu" and param.is_contiguous(),
+            direct=kind in ("plain", "in_place") and param.is_contiguous(),
             home=self._homes.get(state["exp_avg"]),
             watched=(weights, *[state[name] for name in KEPT if name in state]),
             written=(*([weights] if dense else []), exp_avg, exp_avg_sq, *scales, *ema),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -20,7 +21,7 @@ from .housing import Housing
 from .kernel import Measures, PlainUpdate, Terms, call_kernel, update_double
 from .norms import square_sums
 from .options import Hyper
-from .roster import Roster
+from .roster import Prompt, Roster
 from .slots import State, check_param, flat_gradient, key_of, only_in
 from .transfer import Batch, Work, staged_step
 
@@ -57,7 +58,7 @@ class Stepping(Housing):
             raise
         return made
 
-    def _found(self) -> list[Work]:
+    def _found(self) -> Sequence[Work]:
         """List the works of a step: of every parameter that has a gradient, checked."""
         positions, roster = self._positions(), self._roster
         fits = roster is not None and roster.positions is positions
@@ -127,7 +128,7 @@ class Stepping(Housing):
         self._averaging.average([param for _, _, param in self._positions().all], self._name)
         self._clock.add("average_s", time.perf_counter() - start)
 
-    def _scale(self, works: list[Work]) -> float | None:
+    def _scale(self, works: Sequence[Work]) -> float | None:
         """What gradients are multiplied with (loss scale and clipping); None: skip this step."""
         self._norm = self._nonfinite = None
         found_inf = getattr(self, "found_inf", None)
@@ -189,8 +190,11 @@ class Stepping(Housing):
             threads_behind(self._options.threads),
         )
 
-    def _update(self, works: list[Work], terms: Terms, hyper: list[Hyper]) -> list[list[Work]]:
+    def _update(self, works: Sequence[Work], terms: Terms, hyper: list[Hyper]) -> list[list[Work]]:
         """Update what cannot wait; return what can, in the order of its updates."""
+        if isinstance(works, Prompt) and terms.measures is None:
+            works.run(terms)
+            return []
         buckets: dict[tuple[str, bool, torch.device], list[Work]] = {}
         later: list[Work] = []
         for work in works:
@@ -214,8 +218,10 @@ class Stepping(Housing):
                 PlainUpdate(members, terms).run()
         return by_rank(later)
 
-    def _await_kernels(self, works: list[Work]) -> None:
+    def _await_kernels(self, works: Sequence[Work]) -> None:
         """Wait for kernels that write state in host memory, which the host may read next."""
+        if isinstance(works, Prompt):
+            return  # their state is beside them
         devices = {work.slot.param.device for work in works if work.slot.in_place}
         for device in devices:
             if device.type == "cuda":

@@ -13,7 +13,7 @@ from ts_core.registry import CopyTicket, copy_engine
 
 from .slots import Slot, StateMaker
 
-__all__ = ["Arrival", "Batch", "Work", "depart", "settle", "staged_step", "update_arrivals"]
+__all__ = ["Arrival", "Batch", "Columns", "Work", "depart", "settle", "staged_step", "update_arrivals"]
 
 _BATCH_BYTES = 32 << 20
 
@@ -56,14 +56,51 @@ class Work:
         return self.guard is not None and self.slot.deferrable
 
 
+@dataclass(slots=True)
+class Columns:
+    """What a kernel call takes from slots of one bucket, as one list each.
+
+    Attributes:
+        first: One of the slots.
+        groups: Indices of parameter groups.
+        numbers: Positions among the optimizer's parameters.
+        exp_avgs, exp_avg_sqs: Flat views of the moments.
+        scales: Scales of int8 moments, of the first ones and of the second ones; else empty lists.
+        emas: Flat views of averages of the weights; empty without them.
+    """
+
+    first: Slot
+    groups: list[int]
+    numbers: list[int]
+    exp_avgs: list[torch.Tensor]
+    exp_avg_sqs: list[torch.Tensor]
+    scales: tuple[list[torch.Tensor], list[torch.Tensor]]
+    emas: list[torch.Tensor]
+
+    @classmethod
+    def of(cls, slots: Sequence[Slot], groups: list[int], numbers: list[int]) -> Columns:
+        """Read one or more slots."""
+        scaled = [slot.scales for slot in slots if slot.scales]
+        return cls(
+            slots[0],
+            groups,
+            numbers,
+            [slot.exp_avg for slot in slots],
+            [slot.exp_avg_sq for slot in slots],
+            ([first for first, _ in scaled], [second for _, second in scaled]),
+            [slot.ema for slot in slots if slot.ema is not None],
+        )
+
+
 @dataclass
 class Batch:
-    """Arguments of one kernel call."""
+    """Arguments of one kernel call; `columns` are read from the works unless they are known already."""
 
     params: list[torch.Tensor] = field(default_factory=list)
     grads: list[torch.Tensor] = field(default_factory=list)
     lows: list[torch.Tensor] = field(default_factory=list)
     works: list[Work] = field(default_factory=list)
+    columns: Columns | None = None
 
     def add(self, work: Work, param: torch.Tensor, grad: torch.Tensor, low: torch.Tensor | None) -> None:
         """Append one tensor."""

@@ -10,7 +10,7 @@
 namespace ts::quant {
 namespace {
 
-constexpr int kTileValues = 8192;
+constexpr int kTileValues = 16384;
 constexpr int kAtOnce = 2;  // groups of eight values that a thread unpacks before it stores them
 
 template <typename Block, typename T>

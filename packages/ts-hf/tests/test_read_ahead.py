@@ -287,6 +287,28 @@ def test_ctrl_c_ends_the_threads(llama_folder, conveyed, monkeypatch):
     assert not readers()
 
 
+def test_an_error_does_not_wait_for_a_dead_disk(tmp_path, small_pieces, monkeypatch):
+    monkeypatch.setattr(read_ahead, "_PATIENCE", 0.05)
+    folder = checkpoint_of(tmp_path / "a", {"weight": torch.zeros(200_000)})
+    begun, awake = threading.Event(), threading.Event()
+
+    def hanging(*_):
+        begun.set()
+        awake.wait()
+
+    monkeypatch.setattr(SafetensorsReader, "read_part", hanging)
+    with pytest.raises(ValueError, match="on purpose"), Checkpoint(folder) as checkpoint:  # noqa: SIM117
+        with Conveyor(checkpoint, ["weight"], CPU):
+            assert begun.wait(60)
+            raise ValueError("on purpose")
+    left = readers()
+    assert left
+    awake.set()
+    for thread in left:
+        thread.join(60)
+    assert not readers()
+
+
 def test_a_model_that_does_not_fit_the_files_ends_the_threads(tmp_path, conveyed):
     tiny_model().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match="has shape"):

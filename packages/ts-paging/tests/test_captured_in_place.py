@@ -89,6 +89,65 @@ def test_a_pass_that_is_dropped_leaves_no_copy(monkeypatch):
     assert same(gradients(blocks), expected_of(2))
 
 
+def test_a_comparison_with_a_replay_leaves_a_pass_under_way_its_values():
+    blocks, _ = ready()
+    blocks[1].note = 2.5
+    train(blocks)
+    blocks.zero_grad()
+    under_way = loss_of(blocks, batch(1))
+    blocks[1].note = float("2.5")  # another object, of the same content: the block is looked at anew
+    for number in (2, 3, 4):
+        loss_of(blocks, batch(number)).backward()
+        assert same(gradients(blocks), expected_of(number))
+    under_way.backward()
+    assert same(gradients(blocks), expected_of(1))
+
+
+def test_recordings_of_a_structure_that_was_keep_nothing():
+    blocks, pager = ready()
+    for block in blocks:
+        block.note = 1
+    train(blocks)
+    made = pager.block_mode.captures._made
+    assert sum(each.lasting for each in made.values()) == 3
+    assert {each.lasting for each in recordings(blocks, pager)} == {True}
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError])
+def test_a_pass_that_could_not_bring_its_values_back_tries_again(error, monkeypatch):
+    blocks, _ = ready()
+    first, second = loss_of(blocks, batch(1)), loss_of(blocks, batch(2))
+    with monkeypatch.context() as broken:
+        broken.setattr(
+            Captured, "bring_back", lambda self, copies: (_ for _ in ()).throw(error("on purpose"))
+        )
+        with pytest.raises(error):
+            first.backward(retain_graph=True)
+    blocks.zero_grad()
+    first.backward()
+    assert same(gradients(blocks), expected_of(1))
+    second.backward()
+    assert same(gradients(blocks), expected_of(2))
+
+
+def test_a_block_that_offloads_by_now_parks_what_it_has_saved(monkeypatch):
+    blocks, pager = ready()
+    monkeypatch.setattr(pager, "min_offload_bytes", 0)
+    for block in pager.blocks:
+        block.policy = "offload"
+    parked = []
+    park = type(pager.activations).park
+    monkeypatch.setattr(
+        type(pager.activations), "park", lambda self, *more: parked.append(more) or park(self, *more)
+    )
+    first, second = loss_of(blocks, batch(1)), loss_of(blocks, batch(2))
+    assert parked
+    second.backward()
+    assert same(gradients(blocks), expected_of(2))
+    first.backward()
+    assert same(gradients(blocks), expected_of(1))
+
+
 def test_one_form_of_inputs_stays_and_others_are_copied():
     blocks, pager = ready()
     for _ in range(4):
@@ -178,6 +237,7 @@ def test_a_packed_weight_is_looked_at_by_its_parts():
     own = Own([weight])
     before, where, layout = own.versions(), own.addresses(()), own.layout()
     assert where == [weight.codes.data_ptr()]
+    assert Own([]).addresses([weight, torch.ones(2)])[:1] == where  # in a slot it may be packed, too
     assert (own.versions(), own.addresses(()), own.layout()) == (before, where, layout)
     weight.codes.bitwise_not_()
     assert own.versions() != before

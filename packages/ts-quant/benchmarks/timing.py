@@ -46,7 +46,7 @@ class Taken:
 
     Attributes:
         timed: "graph", "queued" (one after the other) or "call" (by itself: a CPU).
-        seconds: Time on the device.
+        seconds: On a GPU, time on the device; of queued calls also what the device waits for the host.
         alone: On a GPU: time of a call by itself, from an idle device to an idle device.
     """
 
@@ -163,7 +163,7 @@ def _repeat(contender: Contender, at_least: int) -> tuple[Callable[[], object], 
 
 
 def _queued(run: Callable[[], object]) -> float:
-    """Seconds of a run behind another one, so that the device never waits for the host."""
+    """Seconds of a run behind another one, so that the device need not wait for the host to begin it."""
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     run()
     begin.record()

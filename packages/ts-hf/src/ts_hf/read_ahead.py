@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator
 from queue import Empty, SimpleQueue
@@ -34,6 +35,7 @@ _AHEAD_BYTES = 256 << 20
 _PIECE_BYTES = 8 << 20
 # The ring; less where no tensor is as large: it is what a load to a device takes of RAM.
 _RING_BYTES = 128 << 20
+_PATIENCE = 5.0  # seconds that an error waits for reads under way
 _THREADS = 4
 _PAGE = 4096
 
@@ -203,16 +205,28 @@ class Conveyor:
             self._release()
         return made
 
-    def close(self) -> None:
-        """End the threads, wait for copies out of the ring, and let go of it; may be called again."""
-        with contextlib.suppress(Empty):
-            while True:
-                self._queue.get_nowait()
-        for _ in self._threads:
-            self._queue.put(None)
+    def close(self, timeout: float | None = None) -> None:
+        """End the threads, wait for copies out of the ring, and let go of it; may be called again.
+
+        Args:
+            timeout: Seconds to wait for what is being read; None: as long as it takes. A thread that hangs on
+                a dead disk is left behind: it ends when its read does, or with the program.
+        """
+        until = None if timeout is None else time.monotonic() + timeout
+        try:
+            with contextlib.suppress(Empty):
+                while True:
+                    self._queue.get_nowait()
+        finally:
+            for _ in self._threads:
+                self._queue.put(None)
+            self._end(until)
+
+    def _end(self, until: float | None) -> None:
+        """Wait for threads that have been told to end, and let go of all."""
         try:
             for thread in self._threads:
-                thread.join()
+                thread.join(None if until is None else max(until - time.monotonic(), 0.0))
         finally:
             self._threads.clear()
             if self.device.type == "cuda":
@@ -229,8 +243,8 @@ class Conveyor:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close."""
-        self.close()
+        """Close; whoever raised does not wait long for a disk."""
+        self.close(None if kind is None else _PATIENCE)
 
     def _start_threads(self) -> None:
         for number in range(min(_THREADS, self._slots_left)):

@@ -336,8 +336,10 @@ class Captures:
         captured = Captured(memory, shared)
         captured.used, captured.layout = run.mode.turn, kind[-1]
         # One form of a block's own recordings keeps what it saves where it is: as much as copies would take.
-        others = [each for each in self._known(run.interior).values() if isinstance(each, Captured)]
-        captured.lasting = not shared and run.policy == "keep" and not any(c.lasting for c in others)
+        lasting = [(k, c) for (k, at), c in self._made.items() if at == run.block.name and c.lasting]
+        for old in [c for k, c in lasting if k[0] != kind[0]]:
+            self._drop(old)  # of a structure that was
+        captured.lasting = not shared and run.policy == "keep" and all(k[0] != kind[0] for k, _ in lasting)
         captured.names = Names(run.block.module.modules())
         captured.addresses = [] if shared else own.addresses(run.block.views)
         random, runs = RandomState(self._device), run.block.runs
@@ -442,6 +444,7 @@ class Captures:
         random, runs = RandomState(self._device), run.block.runs
         leaves = [leaf.detach() for leaf in run.call.leaves]
         try:
+            captured.release()
             captured.load(run, leaves, -1, run.interior.own)
             captured.forward.replay()
             assert captured.memory.outputs is not None

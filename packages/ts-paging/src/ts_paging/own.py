@@ -40,7 +40,8 @@ class Own:
 
     def addresses(self, views: Sequence[Tensor]) -> list[int]:
         """Return where these and further tensors are."""
-        return [part.data_ptr() for part in (*views, *self.parts())]
+        there = [part for view in views for part in ((view,) if type(view) is Tensor else parts_of(view))]
+        return [part.data_ptr() for part in (*there, *self.parts())]
 
     def layout(self) -> Hashable:
         """Return their forms, which a recording relies on."""

@@ -89,19 +89,20 @@ class Captured:
             pairs += [f.pair(t) for f, t in zip(self.memory.carried, own.tensors, strict=True)]
         copy_all([*pairs, *more])
 
-    def claim(self, run: CapturedRun) -> bool:
-        """Let a run use the place of what lasts; another one that still needs what is there gets a copy.
+    def holds(self, run: CapturedRun) -> bool:
+        """Whether what lasts is a run's."""
+        return self._owner is not None and self._owner() is run
 
-        Returns:
-            Whether it was this run's already.
-        """
+    def release(self) -> None:
+        """Let go of the place of what lasts; the run whose values are there gets a copy if it needs them."""
         owner = None if self._owner is None else self._owner()
-        if owner is run:
-            return True
         if owner is not None and not owner._spent:
             owner._copies = list(self.copied())
-        self._owner = weakref.ref(run)
-        return False
+        self._owner = None
+
+    def take(self, run: CapturedRun) -> None:
+        """Note that a run's values are there, once they are."""
+        self._owner = weakref.ref(run) if self.lasting else None
 
     def copied(self) -> list[Tensor]:
         """Return copies of what forward has saved: parts of one stretch of memory."""
@@ -159,15 +160,17 @@ class CapturedRun(Run):
         self._random, self._buffers = RandomState(device), []
         self._cast = autocast_now(device.type)
         block.runs += 1
-        if captured.lasting:
-            captured.claim(self)
+        captured.release()
         captured.load(self, leaves, self.turn, self._looked)
         captured.forward.replay()
         assert captured.memory.outputs is not None
         taken = iter(captured.memory.outputs.taken())
         self.flat = [next(taken) if isinstance(each, Tensor) else each for each in captured.flat]
         self.spec, self.places = captured.spec, captured.places
-        self._copies = self._put_away() if captured.saved and not captured.lasting else []
+        if captured.lasting and self.policy == "keep":
+            captured.take(self)
+        elif captured.saved:
+            self._copies = self._put_away()
         self._parked = block.pager.activations.latest()
         return tuple([self.flat[index] for index in self.places])
 
@@ -209,8 +212,10 @@ class CapturedRun(Run):
                 return super().gradients(grads)
             finally:
                 self.policy = policy
-        if captured.saved and not (captured.lasting and captured.claim(self)):
+        if captured.saved and not captured.holds(self):
+            captured.release()
             captured.bring_back([c if isinstance(c, Tensor) else c.bring() for c in self._copies])
+            captured.take(self)
         more = [fixed.pair(grad) for fixed, grad in pairs if grad is not None]
         captured.load(self, self.call.leaves, self.turn, self._looked, more)
         if policy == "recompute":

@@ -10,10 +10,15 @@
 namespace ts::quant {
 namespace {
 
-constexpr int kTileValues = 16384;
+// Values of a tile. Large ones keep more bytes on their way; small tensors need a tile for every
+// SM.
+constexpr int kLargeTile = 16384;
+constexpr int kSmallTile = 8192;
+constexpr int64_t kLargeFrom =
+    int64_t{kLargeTile} * 512;  // values; more tiles than any GPU runs at once
 constexpr int kAtOnce = 2;  // groups of eight values that a thread unpacks before it stores them
 
-template <typename Block, typename T>
+template <int kTileValues, typename Block, typename T>
 __global__ void gguf_kernel(const uint8_t* __restrict__ blocks, T* __restrict__ out, int64_t count,
                             bool wide_in, bool wide_out) {
   constexpr int kTile = kTileValues / Block::kValues;  // blocks; a multiple of 16 bytes of them
@@ -57,8 +62,11 @@ template <typename Block>
 void launch(const uint8_t* blocks, void* data, DType dtype, int64_t count, cudaStream_t stream) {
   with_type(dtype, [&](auto* type) {
     using T = std::remove_pointer_t<decltype(type)>;
-    gguf_kernel<Block, T><<<grid_for(count, kTileValues / Block::kValues), kThreads, 0, stream>>>(
-        blocks, static_cast<T*>(data), count, aligned(blocks, 16), aligned(data, 16));
+    const bool large = count * Block::kValues >= kLargeFrom;
+    const int tile = (large ? kLargeTile : kSmallTile) / Block::kValues;
+    auto* kernel = large ? &gguf_kernel<kLargeTile, Block, T> : &gguf_kernel<kSmallTile, Block, T>;
+    kernel<<<grid_for(count, tile), kThreads, 0, stream>>>(blocks, static_cast<T*>(data), count,
+                                                           aligned(blocks, 16), aligned(data, 16));
   });
   cuda_check_launch("dequantize_gguf");
 }

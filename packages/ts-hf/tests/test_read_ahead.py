@@ -296,11 +296,14 @@ def test_an_error_does_not_wait_for_a_dead_disk(tmp_path, small_pieces, monkeypa
         begun.set()
         awake.wait()
 
-    monkeypatch.setattr(SafetensorsReader, "read_part", hanging)
-    with pytest.raises(ValueError, match="on purpose"), Checkpoint(folder) as checkpoint:  # noqa: SIM117
+    def interrupted(checkpoint):
         with Conveyor(checkpoint, ["weight"], CPU):
             assert begun.wait(60)
             raise ValueError("on purpose")
+
+    monkeypatch.setattr(SafetensorsReader, "read_part", hanging)
+    with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match="on purpose"):
+        interrupted(checkpoint)
     left = readers()
     assert left
     awake.set()

@@ -54,7 +54,7 @@ BUILD = {
     "lora": lambda: lora(tiny_llama(num_hidden_layers=3).bfloat16()),
 }
 POLICIES = {
-    "keep": {},
+    "keep": {"recompute": False, "activation_offload": False},  # unsaid, a plan may find recomputing faster
     "offload": {"activation_offload": 1.0, "min_offload_bytes": 0},
     "recompute": {"recompute": True},
 }

@@ -26,7 +26,7 @@ NATIVE = [p for p in PACKAGES if (ROOT / "packages" / p / "CMakeLists.txt").is_f
 # Every package's test extra names these; see tools/check_packaging.py.
 TEST_TOOLS = ["pytest>=8", "pytest-cov>=5", "pytest-xdist>=3.6", "hypothesis>=6.100", "numpy"]
 # Packages whose many short tests are spread over the cores; the others use the cores by themselves.
-SPREAD = ["ts-hf", "trainstream"]
+SPREAD = ["ts-core", "ts-paging", "ts-hf", "trainstream"]
 # Formatters and checkers differ between releases: one release for everybody.
 RUFF, CLANG_FORMAT, MYPY = "ruff==0.17.6", "clang-format==23.1.5", "mypy==2.4.1"
 

@@ -551,7 +551,7 @@ def computed_by(model, tokens):
             torch.randn(*tokens.shape, n, config.head_dim, device="cuda", dtype=model.dtype).requires_grad_()
             for n in heads
         )
-        backend = sdpa_kernel([SDPBackend[f"{value}_ATTENTION"]])
+        backend = sdpa_kernel([getattr(SDPBackend, f"{value}_ATTENTION")])
         with warnings.catch_warnings(), contextlib.suppress(RuntimeError), backend:
             warnings.simplefilter("ignore")  # of what stands against a backend, before that raises
             made = F.scaled_dot_product_attention(

@@ -12,7 +12,7 @@ from grid_models import SEQUENCES, adamw, batch, build, offload_adamw, paged, sa
 from ts_core import registry
 from ts_core.arriving import ArrivingGradient
 from ts_core.testing import devices
-from ts_optim import OffloadAdamW
+from ts_optim import OffloadAdamW, narrow_grads
 from ts_paging import CopyEngine
 from ts_paging import sink as sink_module
 
@@ -44,6 +44,7 @@ def trained(
     """Losses, weights at the end, and which classes of gradient `step()` found."""
     model, kinds = build(kind).to(dtype), set()
     with paged(model, "wrap", policy, device, make) as (pager, optimizer):
+        assert pager.sink.narrow_by is narrow_grads
         pager.sink.late = pager.sink.narrow = late
         losses, norms = [], []
         for step in range(4):

@@ -20,6 +20,7 @@ using optim::BlockItem;
 using optim::GradItem;
 using optim::Kind;
 using optim::Moments;
+using optim::NarrowItem;
 using optim::PackItem;
 using Tensors = std::vector<TensorView>;
 
@@ -28,6 +29,7 @@ namespace {
 constexpr const char* kStep = "adamw_step_";
 constexpr const char* kBlocks = "adamw_blocks_";
 constexpr const char* kSum = "grad_sumsq";
+constexpr const char* kNarrow = "grad_narrow";
 
 std::string at(const char* list, size_t i) {
   return std::string(list) + "[" + std::to_string(i) + "]";
@@ -173,6 +175,19 @@ void adamw_step(const Tensors& params, const Tensors& grads, const Tensors& exp_
   for (float* counter : step.counters) *counter += 1.0f;
 }
 
+// Where the sums of squares of a list of gradients go.
+void expect_sums(const TensorView& partials, int64_t pieces, const TensorView& out, int64_t count,
+                 const TensorView& grad, const char* op) {
+  expect(partials, op, "partials", DType::kF64);
+  expect_numel(partials, op, "partials", pieces);
+  expect_same_device(partials, grad, op, "partials");
+  expect(out, op, "out", DType::kF64);
+  expect_numel(out, op, "out", count);
+  expect_same_device(out, grad, op, "out");
+}
+
+int64_t pieces_of(int64_t numel) { return (numel + optim::kSumChunk - 1) / optim::kSumChunk; }
+
 void grad_sumsq(const Tensors& grads, const TensorView& partials, const TensorView& out,
                 int threads) {
   if (grads.empty()) return;
@@ -183,15 +198,10 @@ void grad_sumsq(const Tensors& grads, const TensorView& partials, const TensorVi
     expect_same_device(grads[i], grads[0], kSum, "grads");
     items.push_back(
         GradItem{grads[i].data(), grads[i].numel(), kind_of(grads[i], kSum, at("grads", i), true)});
-    begins.push_back(begins.back() + (grads[i].numel() + optim::kSumChunk - 1) / optim::kSumChunk);
+    begins.push_back(begins.back() + pieces_of(grads[i].numel()));
   }
   const auto count = static_cast<int64_t>(items.size());
-  expect(partials, kSum, "partials", DType::kF64);
-  expect_numel(partials, kSum, "partials", begins.back());
-  expect_same_device(partials, grads[0], kSum, "partials");
-  expect(out, kSum, "out", DType::kF64);
-  expect_numel(out, kSum, "out", count);
-  expect_same_device(out, grads[0], kSum, "out");
+  expect_sums(partials, begins.back(), out, count, grads[0], kSum);
   expect_no_cuda_missing(grads[0], kSum);
 #if defined(TS_WITH_CUDA)
   if (grads[0].is_cuda()) {
@@ -207,6 +217,45 @@ void grad_sumsq(const Tensors& grads, const TensorView& partials, const TensorVi
   const nb::gil_scoped_release release;
   TS_ISA_CALL(optim, sumsq, items.data(), begins.data(), count, partials.data<double>(),
               out.data<double>(), workers);
+}
+
+// low: bfloat16, the forms one after another, each from a multiple of LOW_ALIGN elements on.
+void grad_narrow(const Tensors& grads, const TensorView& low, const TensorView& lost,
+                 const TensorView& partials, const TensorView& out) {
+  if (grads.empty()) return;
+  std::vector<NarrowItem> items;
+  std::vector<int64_t> begins{0};
+  int64_t room = 0;
+  auto* to = static_cast<uint16_t*>(low.data());
+  for (size_t i = 0; i < grads.size(); ++i) {
+    expect_f32(grads[i], kNarrow, at("grads", i));
+    expect_like(grads[i], grads[i], kNarrow, at("grads", i));
+    expect_same_device(grads[i], grads[0], kNarrow, "grads");
+    const int64_t n = grads[i].numel();
+    items.push_back(NarrowItem{static_cast<const float*>(grads[i].data()), to + room, n});
+    begins.push_back(begins.back() + pieces_of(n));
+    room += (n + optim::kLowAlign - 1) / optim::kLowAlign * optim::kLowAlign;
+  }
+  const auto count = static_cast<int64_t>(items.size());
+  expect(low, kNarrow, "low", DType::kBF16);
+  expect_numel(low, kNarrow, "low", room);
+  expect_same_device(low, grads[0], kNarrow, "low");
+  expect(lost, kNarrow, "lost", DType::kU8);
+  expect_numel(lost, kNarrow, "lost", count);
+  expect_same_device(lost, grads[0], kNarrow, "lost");
+  expect_sums(partials, begins.back(), out, count, grads[0], kNarrow);
+  expect_no_cuda_missing(grads[0], kNarrow);
+#if defined(TS_WITH_CUDA)
+  if (grads[0].is_cuda()) {
+    const DeviceGuard guard(grads[0].device_id());
+    void* stream = grads[0].current_stream();
+    const nb::gil_scoped_release release;
+    optim::launch_narrow(items.data(), begins.data(), count, partials.data<double>(),
+                         out.data<double>(), lost.data<uint8_t>(), stream);
+    return;
+  }
+#endif
+  fail_value(kNarrow, "grads", "CUDA tensors", grads[0].describe());
 }
 
 // ---- blocks -------------------------------------------------------------------------------------
@@ -514,6 +563,9 @@ NB_MODULE(_C, m) {
         nb::arg("d"), nb::arg("threads") = 0);
   m.def("grad_sumsq", &grad_sumsq, nb::arg("grads"), nb::arg("partials"), nb::arg("out"),
         nb::arg("threads") = 0);
+  m.attr("LOW_ALIGN") = optim::kLowAlign;
+  m.def("grad_narrow", &grad_narrow, nb::arg("grads"), nb::arg("low"), nb::arg("lost"),
+        nb::arg("partials"), nb::arg("out"));
   m.def("stream_probe_", &stream_probe, nb::arg("a"), nb::arg("b"), nb::arg("c"), nb::arg("d"),
         nb::arg("threads") = 0);
 }

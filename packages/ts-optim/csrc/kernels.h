@@ -72,6 +72,15 @@ struct GradItem {
   Kind kind;
 };
 
+// A gradient on the device and the bf16 form that it is given. `low` has room for a whole number of
+// kLowAlign elements; what is beyond the last one is written with zeros.
+struct NarrowItem {
+  const float* grad;  // [numel] read
+  uint16_t* low;      // [numel] written
+  int64_t numel;
+};
+constexpr int64_t kLowAlign = 8;  // 16 bytes, for the copies that follow
+
 // Sums of squares: a tensor is cut into pieces of kSumChunk elements; inside a piece element i goes
 // to lane i % kSumLanes, in order; lanes are folded in halves; pieces are summed the same way
 // again.
@@ -110,5 +119,9 @@ void* mapped_pointer(void* host);
 // partials and out are device memory, sized as for the CPU.
 void launch_sumsq(const GradItem* items, const int64_t* chunk_begins, int64_t count,
                   double* partials, double* out, void* stream);
+// Each value read once: rounded to bf16, compared, its square added in the order of launch_sumsq.
+// lost: one byte per item, written: 1 where a value differs from its bf16 form or is NaN.
+void launch_narrow(const NarrowItem* items, const int64_t* chunk_begins, int64_t count,
+                   double* partials, double* out, uint8_t* lost, void* stream);
 
 }  // namespace ts::optim

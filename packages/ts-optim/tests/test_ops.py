@@ -1,5 +1,6 @@
 """The kernels: every instruction set, thread count and device against float64 and against each other."""
 
+import contextlib
 import math
 
 import pytest
@@ -8,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ts_core.testing import assert_bit_equal, devices, make_tensor, opcheck_all
-from ts_optim import _C, adamw_step_, grad_sumsq
+from ts_optim import _C, adamw_step_, grad_sumsq, narrow_grads
 
 SIZES = st.one_of(st.integers(0, 70), st.sampled_from([127, 129, 4095, 4096, 4097, 16385, 20000]))
 DTYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
@@ -352,6 +353,130 @@ def test_the_fake_kernel_refuses_the_same(change, error, argument):
         adamw_step_(**{k: convert(v) for k, v in arguments.items()}, groups=groups)
 
 
+SPECIAL = torch.tensor(
+    [0.0, -0.0, 1.5, math.inf, -math.inf, 2.0**-133, -(2.0**-126), 3.3895313892515355e38, 1 + 2.0**-7]
+)
+INEXACT = (1 + 2.0**-8, 1 + 2.0**-20, 3.4e38, 2.0**-149, 2.0**-134, 0.1, -1e-40, math.nan, -math.nan)
+
+
+def check_narrow(grads):
+    """Against what torch and `grad_sumsq` say, on the same device."""
+    lows, lost, sums = narrow_grads(grads)
+    assert lost.dtype is torch.uint8
+    assert lost.device == grads[0].device
+    want_lost = []
+    for low, grad in zip(lows, grads, strict=True):
+        want = grad.to(torch.bfloat16)
+        number = ~torch.isnan(grad)
+        assert low.shape == grad.shape
+        assert low.data_ptr() % 16 == 0 or low.numel() == 0
+        assert low.is_contiguous()
+        assert_bit_equal(torch.isnan(low), ~number)  # a NaN stays one; which it is differs by device
+        assert_bit_equal(low[number], want[number])
+        want_lost.append(int(torch.ne(want, grad).any()))
+    assert lost.tolist() == want_lost
+    assert_bit_equal(sums, grad_sumsq(grads))
+    assert len({low.untyped_storage().data_ptr() for low in lows}) == 1
+    return lows, lost, sums
+
+
+@pytest.mark.parametrize("device", devices())
+@given(
+    sizes=st.lists(SIZES, min_size=1, max_size=5),
+    flavour=st.sampled_from(FLAVOURS),
+    exact=st.booleans(),
+    off=st.integers(0, 3),
+    seed=st.integers(0, 1000),
+)
+def test_a_narrow_form_is_that_of_torch(device, sizes, flavour, exact, off, seed):
+    grads = []
+    for i, n in enumerate(sizes):
+        grad = make_tensor((n + off,), seed=seed + i, flavour=flavour)
+        grad = grad.bfloat16().float() if exact and i != 1 else grad
+        grads.append(grad.to(device)[off:])  # off the alignment of wide accesses
+    _, lost, _ = check_narrow(grads)
+    if exact:
+        assert not any(flag for i, flag in enumerate(lost.tolist()) if i != 1)
+
+
+@pytest.mark.parametrize("device", devices())
+@given(
+    n=st.sampled_from([1, 31, 33, 255, 257, 4096, 4097, 9001]),
+    value=st.sampled_from(INEXACT),
+    share=st.floats(0, 1, exclude_max=True),
+    which=st.integers(0, 2),
+)
+def test_one_value_that_bf16_has_not_is_seen_wherever_it_is(device, n, value, share, which):
+    grads = [SPECIAL.repeat(-(-n // 9))[:n].clone() for _ in range(3)]
+    _, lost, _ = check_narrow([g.to(device) for g in grads])
+    assert lost.tolist() == [0, 0, 0]
+    grads[which][int(share * n)] = value
+    _, lost, _ = check_narrow([g.to(device) for g in grads])
+    assert lost.tolist() == [int(i == which) for i in range(3)]
+
+
+@pytest.mark.parametrize("device", devices())
+def test_narrow_forms_of_all_patterns_of_bits(device):
+    bits = torch.arange(0, 2**32, 65521, dtype=torch.int64)
+    halfway = torch.arange(0, 2**16, dtype=torch.int64) * 2**16 + 2**15
+    values = torch.cat([bits, halfway, halfway - 1, halfway + 1, halfway - 2**15]).to(torch.int32)
+    check_narrow([values.view(torch.float32).to(device), torch.ones(3, device=device)])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_narrow_forms_of_many_tensors_and_of_nothing(device):
+    """More than one launch takes; empty ones; shapes are kept."""
+    many = [torch.full((i % 9, 3), float(i), device=device) for i in range(250)]
+    many[200][1, 1] = 0.1
+    _, lost, _ = check_narrow(many)
+    assert lost.nonzero().tolist() == [[200]]
+    lows, lost, sums = check_narrow([torch.zeros(0, device=device)] * 2)
+    assert [low.shape for low in lows] == [(0,), (0,)]
+    assert lost.tolist() == [0, 0]
+    assert sums.tolist() == [0.0, 0.0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_narrow_forms_come_on_the_stream_that_is_current():
+    grad = torch.zeros(1 << 24, device="cuda")
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)
+        grad.fill_(1.5)
+        lows, lost, sums = narrow_grads([grad])
+        assert float(lows[0].float().sum()) == 1.5 * grad.numel()
+        assert lost.tolist() == [0]
+        assert sums.tolist() == [2.25 * grad.numel()]
+
+
+def test_narrow_forms_are_refused_of_other_tensors():
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    for mode in (contextlib.nullcontext(), FakeTensorMode()):
+        with mode:
+            with pytest.raises(TypeError, match=r"grads\[0\].*float32"):
+                narrow_grads([torch.zeros(3, dtype=torch.bfloat16)])
+            with pytest.raises(ValueError, match=r"grads\[1\].*contiguous"):
+                narrow_grads([torch.zeros(3), torch.zeros(6)[::2]])
+            lows, lost, sums = narrow_grads([torch.zeros(2, 3), torch.zeros(9)])
+            assert [low.shape for low in lows] == [(2, 3), (9,)]
+            assert (lost.shape, sums.shape) == ((2,), (2,))
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_narrow_forms_are_refused_of_other_cuda_tensors():
+    good = torch.zeros(3, device="cuda")
+    with pytest.raises(TypeError, match=r"grads\[1\]"):
+        narrow_grads([good, good.half()])
+    with pytest.raises(ValueError, match=r"grads\[1\]"):
+        narrow_grads([good, torch.zeros(6, device="cuda")[::2]])
+    with pytest.raises(ValueError, match="grads"):
+        narrow_grads([good, torch.zeros(3)])
+
+
 def test_sum_of_squares_refuses_other_tensors():
     with pytest.raises(TypeError, match=r"grads\[0\]"):
         grad_sumsq([torch.zeros(3, dtype=torch.float64)])
@@ -390,6 +515,7 @@ def test_opcheck(device):
             (*(plain[k] for k in names), hyper_table(), [0]),
         ],
         "grad_sumsq": [(tensors["grads"],), (plain["grads"], 2)],
+        "grad_narrow": [(tensors["params"],), (plain["grads"], 2)],
         "adamw_blocks_": [packed_sample(tensors, torch.uint8), packed_sample(plain, torch.bfloat16)],
     }
-    assert opcheck_all("ts_optim", samples) == 6
+    assert opcheck_all("ts_optim", samples) == 8

@@ -46,10 +46,11 @@ class Link:
     """Stands for the copy engine; keeps what it is given until it is let go."""
 
     def __init__(self):
-        self.tickets, self.held, self.nbytes = [], True, 0
+        self.tickets, self.held, self.nbytes, self.dtypes = [], True, 0, []
 
     def d2h_many(self, dsts, srcs):
         self.nbytes += sum(src.nbytes for src in srcs)
+        self.dtypes.append([src.dtype for src in srcs])
         self.tickets.append(Ticket(list(zip(dsts, srcs, strict=True)), self.held))
         return self.tickets[-1]
 
@@ -204,7 +205,7 @@ def test_little_is_held_on_the_device_until_it_is_known(link, monkeypatch):
 
     def note(grad):
         passes = list(sink._passes.values())
-        held.append(sum(part.wide.nbytes for p in passes for n in p.narrow for _, part in n.parts))
+        held.append(sum(wide.grad.nbytes for p in passes for n in p.narrow for wide in n.grads))
 
     loss = anchor * 1
     for parameter, grad in zip(parameters, grads, strict=True):
@@ -238,3 +239,84 @@ def test_after_the_sink_is_gone_a_gradient_still_arrives(link):
     del sink
     gc.collect()
     assert torch.equal(parameter.grad, grad)
+
+
+class Together(torch.autograd.Function):
+    """Hands the gradients of several Parameters to the sink at once, as a paged block does."""
+
+    @staticmethod
+    def forward(ctx, anchor, sink, parameters):
+        ctx.sink, ctx.parameters = sink, parameters
+        return tuple(p.detach().clone() for p in parameters)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        ctx.sink.add_all(list(zip(ctx.parameters, grads, strict=True)))
+        return None, None, None
+
+
+def send_together(sink, parameters, grads):
+    anchor = torch.zeros((), requires_grad=True)
+    torch.autograd.backward(Together.apply(anchor, sink, parameters), grads)
+
+
+@pytest.mark.parametrize("measured", [False, True])
+def test_what_comes_together_is_made_narrow_in_one_call(measured, link):
+    calls, seen = [], []
+
+    def narrow_by(grads):
+        calls.append([grad.clone() for grad in grads])
+        # As a kernel does: forms in one buffer, with gaps. What it says counts, not what PyTorch would say.
+        whole = torch.full((16 * len(grads),), 99.0, dtype=torch.bfloat16)
+        forms = [whole[16 * i : 16 * i + grad.numel()] for i, grad in enumerate(grads)]
+        for form, grad in zip(forms, grads, strict=True):
+            form.copy_(grad + 1)
+        lost = torch.tensor([0, 0, 1], dtype=torch.uint8)[: len(grads)]
+        return forms, lost, torch.tensor([3.0, 5.0, 7.0], dtype=torch.float64)[: len(grads)]
+
+    def square_sum(grads):
+        seen.append(len(grads))
+        return squares(grads)
+
+    sink = GradientSink(square_sum=square_sum if measured else None)
+    sink.late, sink.narrow, sink.narrow_by = True, True, narrow_by
+    turned = torch.arange(15.0).view(5, 3).t()
+    parameters = [made(sink), made(sink, turned), made(sink), made(sink, torch.ones(4, dtype=torch.bfloat16))]
+    grads = [torch.full((3, 5), 2.0 * i) + torch.arange(5.0) for i in range(3)]
+    send_together(sink, parameters, [*grads, torch.ones(4, dtype=torch.bfloat16)])
+    assert len(calls) == 1
+    for given_grad, grad in zip(calls[0], (grads[0], grads[1].t(), grads[2]), strict=True):
+        assert torch.equal(given_grad, grad.reshape(-1))
+    # The one that lost something follows the others.
+    assert link.dtypes == [[torch.bfloat16] * 4, [torch.float32]]
+    assert seen == ([1] if measured else [])  # the 16-bit one
+    with torch._C.DisableTorchFunctionSubclass():
+        found = [guard_of(p).square_sum_of(p.grad) for p in parameters]
+    assert found == ([3.0, 5.0, 7.0, 4.0] if measured else [None] * 4)
+    for parameter, expected in zip(parameters, (grads[0] + 1, grads[1] + 1, grads[2]), strict=False):
+        assert torch.equal(parameter.grad, expected)
+        assert parameter.grad.stride() == parameter.stride()
+    assert sink._no_narrow == {id(parameters[2])}
+    for parameter in parameters:
+        parameter.grad = None
+    send_together(sink, parameters[2:3], grads[2:])
+    assert len(calls) == 1  # what has lost once is not tried again
+    assert torch.equal(parameters[2].grad, grads[2])
+
+
+@pytest.mark.parametrize("device", devices())
+def test_nothing_is_made_narrow_that_has_to_be_added_to(device):
+    calls = []
+    with pytest.MonkeyPatch.context() as patch:
+        if device == "cpu":
+            patch.setattr(sink_module, "d2h_many", Link().d2h_many)
+            patch.setattr(sink_module, "_is_away", lambda grad: True)
+        sink = GradientSink()
+        sink.late = sink.narrow = True
+        sink.narrow_by = lambda grads: calls.append(len(grads))
+        parameter, grad = made(sink), torch.ones(3, 5)
+        parameter.grad = torch.ones(3, 5)
+        anchor = torch.zeros((), requires_grad=True)
+        torch.autograd.backward([Through.apply(anchor, sink, parameter, device)], [grad.to(device)])
+        assert torch.equal(parameter.grad, 1 + grad)
+    assert not calls

@@ -24,7 +24,7 @@ from ts_core.errors import ArgumentError, DoesNotFitError, OptionError
 from ts_core.hardware import HardwareProfile, kept_profile, profile_hardware
 from ts_core.job import Job, Packing, Prediction, Room, assumed_profile
 from ts_core.live import Live, compute_bytes
-from ts_core.memory import format_bytes
+from ts_core.memory import format_bytes, parse_bytes
 from ts_core.planner import Budgets, GroupSpec, Layout
 from ts_core.search import choose
 from ts_core.spec import BlockSpec, ModelSpec, TensorSpec, block_of, spec_of
@@ -99,15 +99,20 @@ class Question:
     hardware: HardwareProfile
 
 
+#: What measuring the machine may take of a `ram_budget`, samples and libraries, with room to spare.
+_MEASURING_BYTES = 2 << 30
+
+
 def rates_of(device: torch.device, options: WrapOptions) -> HardwareProfile:
-    """Return the rates of this machine: as measured before, or now beside a GPU; else assumed ones."""
+    """Return the rates of this machine: as measured before, or now beside a GPU; else assumed ones.
+
+    Nothing is measured within a `ram_budget` that the samples could exceed.
+    """
+    ram = options.ram_budget
+    measures = options.profile and device.type == "cuda" and torch.cuda.is_available()
     try:
-        if options.profile:
-            return (
-                profile_hardware(device)
-                if device.type == "cuda" and torch.cuda.is_available()
-                else kept_profile(device) or assumed_profile(device.type)
-            )
+        if measures and (ram is None or parse_bytes(ram) >= _MEASURING_BYTES):
+            return profile_hardware(device)
         return kept_profile(device) or assumed_profile(device.type)
     except (OSError, RuntimeError, ValueError):  # a GPU that is in use to the last byte cannot be measured
         return assumed_profile(device.type)

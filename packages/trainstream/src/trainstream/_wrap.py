@@ -35,12 +35,13 @@ from trainstream._recorder import check_environment
 from trainstream._session import Instead, Session, converting, session_of, zero_grad
 from trainstream._staging import bring_back, commit, frozen_weights, stage
 from trainstream._tuner import Tuner, offloads_by_itself, settle
+from trainstream._uncached import train_uncached
 from trainstream._unused import Facts, unused
 from ts_core.blocks import block_map, find_blocks
 from ts_core.errors import OptionError, StateError
 from ts_core.planner import Layout
 from ts_core.usage import keep_heap_tight, release_free_memory
-from ts_optim import OffloadAdamW, grad_sumsq
+from ts_optim import OffloadAdamW, grad_sumsq, narrow_grads
 from ts_quant import init_lora_from_error
 from ts_quant.precision import NEXT_CODEC
 
@@ -183,7 +184,7 @@ def _wrapped(
                 mode.caution = partial(session.events.add, level=logging.WARNING)
     if isinstance(adopted, OffloadAdamW):
         unsettled += _configure(session, adopted, given=adopted is optimizer)
-    session.undo += renamed
+    session.undo += [*renamed, *train_uncached(session)]
     started = init_lora_from_error(model, only_fresh=True)
     unsettled += _quality(session, decided, started)
     told_of = [how, *strangers(model, adopted)]
@@ -261,6 +262,7 @@ def _configure(session: Session, optimizer: OffloadAdamW, *, given: bool) -> lis
     if pager is not None:
         # Its updates wait for gradients themselves, but for those that run from a hook.
         pager.sink.late = pager.sink.narrow = not optimizer.works_in_backward
+        pager.sink.narrow_by = narrow_grads
         if optimizer.needs_norm:
             pager.sink.square_sum = grad_sumsq
     return lines

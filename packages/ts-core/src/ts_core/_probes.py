@@ -142,7 +142,7 @@ def link(bench: Bench) -> dict[str, float]:
     """Page-locked memory to the device, back, and both at once on two streams."""
     if bench.device.type != "cuda":
         raise RuntimeError("the CPU has no link")
-    nbytes = 64 * _MIB if bench.quick else 256 * _MIB
+    nbytes = min(_sample_bytes(bench), 64 * _MIB if bench.quick else 256 * _MIB)
     down, up = (registry.host_allocator().empty(nbytes) for _ in range(2))
     if not (down.is_pinned() and up.is_pinned()):
         raise RuntimeError("no page-locked memory to measure the link with")

@@ -1,5 +1,5 @@
-// AdamW and sums of squares for tensors on the device: many tensors a launch, the table of pointers
-// travels in the kernel's parameter space. Same text and same summation tree as the CPU.
+// AdamW, sums of squares and bf16 forms of tensors on the device: many tensors a launch, the table
+// of pointers travels in the kernel's parameter space. Same text and summation tree as the CPU.
 #include "cuda/wide.h"
 #include "ts/cuda.h"
 
@@ -28,6 +28,15 @@ struct SumTable {
   double* partials;
 };
 static_assert(sizeof(SumTable) <= 4096, "kernel parameters");
+
+struct NarrowTable {
+  NarrowItem items[kSumTable];
+  int chunk_begins[kSumTable + 1];
+  int count;
+  double* partials;
+  uint8_t* lost;
+};
+static_assert(sizeof(NarrowTable) <= 4096, "kernel parameters");
 
 struct FoldTable {
   int64_t begins[kSumTable + 1];
@@ -115,6 +124,44 @@ __global__ void __launch_bounds__(kThreads) sumsq_kernel(const __grid_constant__
   if (lane == 0) table.partials[turn] = sum;
 }
 
+// Returns the next sum of a lane, and adds to `lost` whether bf16 has this value.
+__device__ inline double narrow_value(float x, uint16_t* low, bool& lost, double sum) {
+  const uint32_t bits = round_low<ScalarOps, Kind::kBF16>(x);
+  *low = static_cast<uint16_t>(bits);
+  lost |= !(widen<ScalarOps, Kind::kBF16>(bits) == x);  // a NaN differs from itself
+  return __fma_rn(static_cast<double>(x), static_cast<double>(x), sum);
+}
+
+// Pieces and lanes as in sumsq_kernel.
+__global__ void __launch_bounds__(kThreads)
+    narrow_kernel(const __grid_constant__ NarrowTable table) {
+  constexpr int kAhead = 8;  // loads under way: the compiler moves none across a store
+  const int lane = threadIdx.x % kSumLanes;
+  const int turn = static_cast<int>(blockIdx.x) * (kThreads / kSumLanes) + threadIdx.x / kSumLanes;
+  if (turn >= table.chunk_begins[table.count]) return;
+  const int which = find_item(table.chunk_begins, table.count, turn);
+  const NarrowItem& t = table.items[which];
+  const float* grad = t.grad;
+  uint16_t* low = t.low;
+  const int64_t begin = int64_t{turn - table.chunk_begins[which]} * kSumChunk;
+  const int64_t end = begin + kSumChunk < t.numel ? begin + kSumChunk : t.numel;
+  int64_t i = begin + lane;
+  double sum = 0.0;
+  bool lost = false;
+  for (; i + (kAhead - 1) * kSumLanes < end; i += kAhead * kSumLanes) {
+    float x[kAhead];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) x[k] = grad[i + k * kSumLanes];
+#pragma unroll
+    for (int k = 0; k < kAhead; ++k) sum = narrow_value(x[k], low + i + k * kSumLanes, lost, sum);
+  }
+  for (; i < end; i += kSumLanes) sum = narrow_value(grad[i], low + i, lost, sum);
+  if (end == t.numel && lane < (kLowAlign - end % kLowAlign) % kLowAlign) low[end + lane] = 0;
+  if (lost) table.lost[which] = 1;
+  sum = fold_warp(sum);
+  if (lane == 0) table.partials[turn] = sum;
+}
+
 // One warp per tensor.
 __global__ void fold_kernel(const __grid_constant__ FoldTable table) {
   double sum = 0.0;
@@ -123,6 +170,37 @@ __global__ void fold_kernel(const __grid_constant__ FoldTable table) {
     sum = __dadd_rn(sum, table.partials[c]);
   sum = fold_warp(sum);
   if (threadIdx.x == 0) table.out[blockIdx.x] = sum;
+}
+
+// Cuts a list into tables, launches each with `launch(table, first item, blocks)` and folds its
+// pieces.
+template <typename Table, typename Item, typename Launch>
+void each_table(const Item* items, const int64_t* chunk_begins, int64_t count, double* partials,
+                double* out, cudaStream_t s, const char* op, const Launch& launch) {
+  constexpr int kWarps = kThreads / kSumLanes;
+  for (int64_t i = 0; i < count;) {
+    Table table{};
+    FoldTable fold{};
+    const int64_t first = i;
+    for (; i < count && table.count < kSumTable; ++i) {
+      const int64_t end = chunk_begins[i + 1] - chunk_begins[first];
+      if (end > kMaxBlocks && i > first) break;
+      if (end > kMaxBlocks) cuda_check(cudaErrorInvalidValue, op);
+      table.items[table.count++] = items[i];
+      table.chunk_begins[table.count] = static_cast<int>(end);
+      fold.begins[table.count] = end;
+    }
+    table.partials = partials + chunk_begins[first];
+    fold.partials = table.partials;
+    fold.out = out + first;
+    const int chunks = table.chunk_begins[table.count];
+    if (chunks > 0) {
+      launch(table, first, (chunks + kWarps - 1) / kWarps);
+      cuda_check_launch(op);
+    }
+    fold_kernel<<<table.count, kSumLanes, 0, s>>>(fold);
+    cuda_check_launch(op);
+  }
 }
 
 }  // namespace
@@ -149,30 +227,21 @@ void launch_adamw(const AdamWItem* items, int64_t count, void* stream) {
 void launch_sumsq(const GradItem* items, const int64_t* chunk_begins, int64_t count,
                   double* partials, double* out, void* stream) {
   auto* s = static_cast<cudaStream_t>(stream);
-  constexpr int kWarps = kThreads / kSumLanes;
-  for (int64_t i = 0; i < count;) {
-    SumTable table{};
-    FoldTable fold{};
-    const int64_t first = i;
-    for (; i < count && table.count < kSumTable; ++i) {
-      const int64_t end = chunk_begins[i + 1] - chunk_begins[first];
-      if (end > kMaxBlocks && i > first) break;
-      if (end > kMaxBlocks) cuda_check(cudaErrorInvalidValue, "grad_sumsq");
-      table.items[table.count++] = items[i];
-      table.chunk_begins[table.count] = static_cast<int>(end);
-      fold.begins[table.count] = end;
-    }
-    table.partials = partials + chunk_begins[first];
-    fold.partials = table.partials;
-    fold.out = out + first;
-    const int chunks = table.chunk_begins[table.count];
-    if (chunks > 0) {
-      sumsq_kernel<<<(chunks + kWarps - 1) / kWarps, kThreads, 0, s>>>(table);
-      cuda_check_launch("grad_sumsq");
-    }
-    fold_kernel<<<table.count, kSumLanes, 0, s>>>(fold);
-    cuda_check_launch("grad_sumsq");
-  }
+  each_table<SumTable>(items, chunk_begins, count, partials, out, s, "grad_sumsq",
+                       [&](const SumTable& table, int64_t, int blocks) {
+                         sumsq_kernel<<<blocks, kThreads, 0, s>>>(table);
+                       });
+}
+
+void launch_narrow(const NarrowItem* items, const int64_t* chunk_begins, int64_t count,
+                   double* partials, double* out, uint8_t* lost, void* stream) {
+  auto* s = static_cast<cudaStream_t>(stream);
+  cuda_check(cudaMemsetAsync(lost, 0, static_cast<size_t>(count), s), "grad_narrow");
+  each_table<NarrowTable>(items, chunk_begins, count, partials, out, s, "grad_narrow",
+                          [&](NarrowTable& table, int64_t first, int blocks) {
+                            table.lost = lost + first;
+                            narrow_kernel<<<blocks, kThreads, 0, s>>>(table);
+                          });
 }
 
 }  // namespace ts::optim

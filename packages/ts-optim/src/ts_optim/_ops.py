@@ -12,7 +12,7 @@ from ts_core.ops import OpLibrary
 from . import _C
 from .moments import block_count
 
-__all__ = ["adamw_blocks_", "adamw_step_", "grad_sumsq"]
+__all__ = ["adamw_blocks_", "adamw_step_", "grad_narrow", "grad_sumsq", "narrow_grads"]
 
 _LIBRARY = OpLibrary("ts_optim")
 _GRADS = (torch.float32, torch.bfloat16, torch.float16)
@@ -272,10 +272,13 @@ Source: https://arxiv.org/abs/1711.05101, https://arxiv.org/abs/2110.02861, http
 """
 
 
+def _piece_count(grads: Sequence[torch.Tensor]) -> int:
+    return sum(-(-g.numel() // _C.SUM_CHUNK) for g in grads)
+
+
 def _sumsq(grads: Sequence[torch.Tensor], threads: int = 0) -> torch.Tensor:
     device = grads[0].device
-    chunks = sum(-(-g.numel() // _C.SUM_CHUNK) for g in grads)
-    partials = torch.empty(chunks, dtype=torch.float64, device=device)
+    partials = torch.empty(_piece_count(grads), dtype=torch.float64, device=device)
     out = torch.empty(len(grads), dtype=torch.float64, device=device)
     _C.grad_sumsq(grads, partials, out, threads)
     return out
@@ -304,3 +307,90 @@ Args:
 Returns:
     float64 `[len(grads)]` on their device.
 """
+
+
+_Narrow = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def _narrow_sizes(grads: Sequence[torch.Tensor]) -> list[int]:
+    """Elements of each bf16 form, each followed by those that nothing is in."""
+    return [size for g in grads for size in (g.numel(), -g.numel() % _C.LOW_ALIGN)]
+
+
+def _narrow_cuda(grads: Sequence[torch.Tensor], threads: int = 0) -> _Narrow:
+    count, device = len(grads), grads[0].device
+    low = torch.empty(sum(_narrow_sizes(grads)), dtype=torch.bfloat16, device=device)
+    lost = torch.empty(count, dtype=torch.uint8, device=device)
+    partials = torch.empty(_piece_count(grads), dtype=torch.float64, device=device)
+    sums = torch.empty(count, dtype=torch.float64, device=device)
+    _C.grad_narrow(grads, low, lost, partials, sums)
+    return low, lost, sums
+
+
+def _narrow_cpu(grads: Sequence[torch.Tensor], threads: int = 0) -> _Narrow:
+    low, lost, _ = _narrow_fake(grads)
+    forms = low.zero_().split_with_sizes(_narrow_sizes(grads))[::2]
+    for i, (form, g) in enumerate(zip(forms, grads, strict=True)):
+        flat = g.view(-1)
+        lost[i] = torch.ne(form.copy_(flat), flat).any()
+    return low, lost, _sumsq(grads, threads)
+
+
+def _narrow_fake(grads: Sequence[torch.Tensor], threads: int = 0) -> _Narrow:
+    for i, g in enumerate(grads):
+        _require_dtype(g, (torch.float32,), "grad_narrow", f"grads[{i}]")
+        good = g.is_contiguous() and g.device == grads[0].device
+        _require(good, "grad_narrow", f"grads[{i}]", "a contiguous tensor on the device of grads[0]", g)
+    device = grads[0].device
+    return (
+        torch.empty(sum(_narrow_sizes(grads)), dtype=torch.bfloat16, device=device),
+        torch.empty(len(grads), dtype=torch.uint8, device=device),
+        torch.empty(len(grads), dtype=torch.float64, device=device),
+    )
+
+
+grad_narrow = _LIBRARY.define(
+    "grad_narrow(Tensor[] grads, int threads=0) -> (Tensor, Tensor, Tensor)",
+    cpu=_narrow_cpu,
+    cuda=_narrow_cuda,
+    fake=_narrow_fake,
+)
+grad_narrow.__doc__ = """What `narrow_grads` is made of: the bfloat16 forms are one tensor here.
+
+Args:
+    grads: See `narrow_grads`.
+    threads: See there.
+
+Returns:
+    The forms one after another, each from a multiple of 8 elements on and filled up with zeros; `lost` and
+    `sums` of `narrow_grads`.
+"""
+
+
+def narrow_grads(
+    grads: Sequence[torch.Tensor], threads: int = 0
+) -> tuple[list[torch.Tensor], torch.Tensor, torch.Tensor]:
+    """Round gradients to bfloat16, say whether that lost anything, and measure them: in one pass on CUDA.
+
+    Args:
+        grads: One or more, float32, contiguous, all on one device.
+        threads: 0 takes `torch.get_num_threads()`; for the sums of CPU tensors.
+
+    Returns:
+        `lows`, as ``grad.to(torch.bfloat16)``, with the shapes of the gradients: parts of one buffer, each
+        from a multiple of 16 bytes on; `lost`, uint8 `[len(grads)]`: 1 where an element differs from its
+        bfloat16 form, as a NaN always does, else 0; `sums`, float64 `[len(grads)]`: the bits of `grad_sumsq`.
+        All on the device of the gradients.
+
+    Raises:
+        TypeError: A gradient is not float32.
+        ValueError: One is not contiguous, or on another device.
+
+    Example:
+        >>> lows, lost, sums = narrow_grads([torch.tensor([1.5, -2.0]), torch.tensor([1.0 + 2.0**-20])])
+        >>> lows, lost.tolist(), sums[0].item()
+        ([tensor([ 1.5000, -2.0000], dtype=torch.bfloat16), tensor([1.], dtype=torch.bfloat16)], [0, 1], 6.25)
+    """
+    low, lost, sums = grad_narrow(grads, threads)
+    forms = low.split_with_sizes(_narrow_sizes(grads))[::2]
+    return [form.view(g.shape) for form, g in zip(forms, grads, strict=True)], lost, sums

@@ -1,8 +1,9 @@
 """Updates that `step()` has committed and that run beside whatever comes next, until a parameter is used.
 
-An `Update` is run once, by whoever comes first: the thread that `step()` starts, which takes them in the
-order in which the next forward pass needs them, or the first reader that cannot wait for its turn. The thread
-ends with its last update; it is no daemon, so the interpreter waits for it at exit.
+An `Update` is run once, by whoever comes first: the threads that `step()` starts, which take them in the
+order in which the next forward pass needs them, or the first reader that cannot wait for its turn. There are
+two threads, so that the cores have work while one of them prepares its next call. They end with the last
+update; they are no daemons, so the interpreter waits for them at exit.
 """
 
 from __future__ import annotations
@@ -21,11 +22,14 @@ from ts_core.guard import guard_of
 from ts_core.trace import span
 
 from .kernel import Clock, PlainUpdate, Terms
-from .leased import update_of
+from .leased import LeasedUpdate, update_of
 from .slots import KEPT
 from .transfer import Work
 
 __all__ = ["PendingUpdates", "Update", "await_others", "by_rank"]
+
+#: Threads that start updates.
+_THREADS = 2
 
 _unfinished: weakref.WeakValueDictionary[int, Update] = weakref.WeakValueDictionary()
 
@@ -56,6 +60,7 @@ class Update:
     Attributes:
         finished: Nothing is left to do: the parameters are updated, or `error` says why not.
         error: What went wrong; nothing was written then.
+        leases: It works on copies that it leases, of which there is room for those of one update.
         trouble: What the disk refused and nobody was told yet. Nothing is lost: what could not be written is
             in memory, and what could not be read is tried again by the next one who comes.
     """
@@ -69,6 +74,7 @@ class Update:
             name_of: A method that gives a parameter's name for messages; not kept alive.
         """
         self._plain: PlainUpdate | None = update_of(works, terms)
+        self.leases = isinstance(self._plain, LeasedUpdate)
         self._name_of = weakref.WeakMethod(name_of)
         self._clock: Clock = terms.clock
         self._guards = [work.guard for work in works if work.guard is not None]
@@ -200,14 +206,27 @@ def _watched(works: Sequence[Work]) -> list[torch.Tensor]:
     return [t for work in works for t in (work.grad, *work.slot.watched)]
 
 
-def _work_off(updates: Sequence[Update]) -> None:
-    """Run updates in their order; one whose gradients are not there yet lets others pass.
+class _Queue:
+    """Updates that are still to be started, for several threads."""
 
-    Gradients arrive in about the opposite order, so if none is ready the last one will be first.
-    """
-    left = list(updates)
-    while left:
-        left.pop(next((at for at, update in enumerate(left) if update.ready), -1)).run()
+    def __init__(self, updates: Sequence[Update]) -> None:
+        self._left = list(updates)
+        self._lock = threading.Lock()
+
+    def take(self) -> Update | None:
+        """The next one in order whose gradients are there.
+
+        Gradients arrive in about the opposite order, so if none is ready the last one will be first.
+        """
+        with self._lock:
+            ready = (at for at, update in enumerate(self._left) if update.ready)
+            return self._left.pop(next(ready, -1)) if self._left else None
+
+
+def _work_off(queue: _Queue) -> None:
+    """Run what is left."""
+    while (update := queue.take()) is not None:
+        update.run()
 
 
 def by_rank(works: Sequence[Work]) -> list[list[Work]]:
@@ -250,15 +269,17 @@ class PendingUpdates:
         """
         terms = replace(terms, threads=terms.behind or terms.threads)
         updates = [Update(works, terms, name_of) for works in groups]
+        queue = _Queue(updates)
         self._updates = [old for old in self._updates if not old.finished or old.error is not None] + updates
         try:
             # The first one begins while the others are posted; the thread posts those that it comes to.
             updates[0].post()
-            threading.Thread(target=_work_off, args=(updates,), name="ts-optim").start()
+            for _ in range(_THREADS if not any(update.leases for update in updates) else 1):
+                threading.Thread(target=_work_off, args=(queue,), name="ts-optim").start()
             _post(updates)
         except RuntimeError:  # none to be had: no more threads allowed, or the interpreter is ending
             _post(updates)
-            _work_off(updates)
+            _work_off(queue)
         except BaseException:  # an interrupt: a step is committed as a whole
             _post(updates)
             raise

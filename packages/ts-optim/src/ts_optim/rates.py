@@ -5,10 +5,13 @@ from __future__ import annotations
 import torch
 
 from ts_core.hardware import seconds_per_call
+from ts_core.memory import host_budget
 
 from .offload import OffloadAdamW
 
 __all__ = ["adamw_rates"]
+
+_BYTES = 16  # of a parameter: weight, gradient and two moments
 
 
 def adamw_rates(device: torch.device, quick: bool) -> dict[str, float]:
@@ -25,7 +28,9 @@ def adamw_rates(device: torch.device, quick: bool) -> dict[str, float]:
         >>> sorted(adamw_rates(torch.device("cpu"), True))
         ['bfloat16', 'float32', 'int8']
     """
-    numel = (16 << 20) if quick else (64 << 20)  # beyond the caches of most processors
+    # Beyond the caches of most processors, and little of what is free.
+    numel = min((16 << 20) if quick else (64 << 20), host_budget().available_bytes // (16 * _BYTES))
+    numel = max(numel, 1 << 16)
     rates: dict[str, float] = {}
     for moments in ("float32", "bfloat16", "int8"):
         param = torch.nn.Parameter(torch.ones(numel))

@@ -20,7 +20,8 @@ from __future__ import annotations
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, Protocol, cast
 
 import torch
@@ -34,6 +35,7 @@ from .copy import d2h_many
 from .disk import DiskTicket
 from .files import locate
 from .layout import is_dense
+from .narrow import Flags, NarrowBy, SquareSum, narrow_by_torch
 
 __all__ = ["GradientSink", "HostMemory", "PlainMemory"]
 
@@ -67,7 +69,6 @@ def _holders(tensor: Tensor) -> int:
 _HELD_BYTES = (
     512 << 20
 )  # of gradients on a device of which is not known yet whether their narrow form will do
-SquareSum = Callable[[Sequence[Tensor]], Tensor]
 _MEASURED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -83,14 +84,12 @@ class _Part:
     """A contribution: its host buffer, the copy under way, and its sum of squares if it is measured.
 
     One that waits on the device has no buffer yet, but the gradient and the stream that it was made on.
-    `wide` is, on the device and in the order of the buffer, what left in a narrower format.
     """
 
-    __slots__ = ("from_device", "held", "host", "squares", "stream", "thread", "ticket", "wide")
+    __slots__ = ("from_device", "held", "host", "squares", "stream", "thread", "ticket")
 
     def __init__(self, host: Tensor | None, ticket: CopyTicket | DiskTicket | None) -> None:
         self.host, self.ticket = host, ticket
-        self.wide: Tensor | None = None
         self.from_device = False
         self.thread = threading.get_ident()
         self.held: Tensor | None = None
@@ -102,12 +101,35 @@ _Parts = dict[int, tuple[nn.Parameter, list[_Part]]]
 _Batch = list[tuple[_Part, Tensor, Tensor]]  # a part, where it goes, and what leaves the device
 
 
+class _Wide(NamedTuple):
+    """A gradient that leaves in a narrower format, where that goes, and what it is on the device.
+
+    Both are of one dimension, in the order of the buffer.
+    """
+
+    parameter: nn.Parameter
+    part: _Part
+    flat: Tensor
+    grad: Tensor
+
+
 class _Narrow(NamedTuple):
     """Gradients that have left in a narrower format; whether that lost anything arrives on the host later."""
 
-    parts: list[tuple[nn.Parameter, _Part]]
-    lost: Tensor
-    ticket: Any
+    grads: list[_Wide]
+    nbytes: int  # of the gradients, which are held until then
+    lost: Flags
+
+
+class _Leaving:
+    """The gradients of one call: what is copied from a GPU, made narrow before that, or measured."""
+
+    __slots__ = ("alone", "batch", "narrow")
+
+    def __init__(self) -> None:
+        self.batch: _Batch = []
+        self.narrow: list[_Wide] = []
+        self.alone: list[tuple[_Part, Tensor]] = []
 
 
 class _Pass:
@@ -125,9 +147,7 @@ class _Pass:
         self.narrow: list[_Narrow] = []
 
     def __call__(self) -> None:
-        with self._sink._lock:
-            self._sink._settle_narrow(self, 0)
-        self._sink._land(self.parts)
+        self._sink._land(self)
         # Else the dictionary hears of our end in a callback, where a Ctrl-C that comes then is lost.
         self._sink._passes.pop(self._task, None)
 
@@ -141,6 +161,9 @@ class GradientSink:
         square_sum: Measures gradients before they leave, or None; see `__init__`.
         late: A pass may end before its gradients are there.
         narrow: fp32 gradients of fp32 Parameters leave as bfloat16 where that has the same values.
+        narrow_by: Given flat fp32 gradients on one device, returns their bfloat16 forms, which may share a
+            storage, and on that device one number each: not 0 where an element is not equal to its form, and
+            the sum of squares with the bits of `square_sum`. None: several calls of PyTorch.
     """
 
     def __init__(self, memory: HostMemory | None = None, square_sum: SquareSum | None = None) -> None:
@@ -165,6 +188,7 @@ class GradientSink:
         self.shared: set[int] = set()
         self.d2h_bytes = 0
         self.late = self.narrow = False
+        self.narrow_by: NarrowBy | None = None
         self._no_narrow: set[int] = set()  # ids of Parameters whose gradients have shown other values
 
     def divert(self, parameter: nn.Parameter, grad: Tensor) -> None:
@@ -200,17 +224,14 @@ class GradientSink:
                 self._passes[task] = under_way = _Pass(self, task)
                 torch.autograd.Variable._execution_engine.queue_callback(under_way)
             self._settle_narrow(under_way, _HELD_BYTES)
-            batch: _Batch = []
-            left = [
-                (parameter, *self._leave(under_way, parameter, grad, first, batch))
-                for parameter, grad in grads
-            ]
-            alone = [(part, source) for _, part, source in left if source is not None]
-            if narrow := [(parameter, part) for parameter, part, _ in left if part.wide is not None]:
-                under_way.narrow.append(_look_for_losses(narrow, batch))
-            self._depart(batch)
+            leaving = _Leaving()
+            for parameter, grad in grads:
+                self._leave(under_way, parameter, grad, first, leaving)
+            if leaving.narrow:
+                self._make_narrow(under_way, leaving)
+            self._depart(leaving.batch)
             # After the copies have been asked for, so that they need not wait for this.
-            self._measure(alone)
+            self._measure(leaving.alone)
 
     def _depart(self, batch: _Batch) -> None:
         """Start the copies of gradients that are on a GPU, those of a device in one call."""
@@ -224,49 +245,65 @@ class GradientSink:
                 self.d2h_bytes += flat.nbytes
 
     def _leave(
-        self, under_way: _Pass, parameter: nn.Parameter, grad: Tensor, first: bool, batch: _Batch
-    ) -> tuple[_Part, Tensor | None]:
-        """Put a gradient on its way to the host, or in `batch`, or let it wait for others.
-
-        Returns:
-            The part, and the gradient as one dimension if it is to be measured.
-        """
-        parts = under_way.parts.setdefault(id(parameter), (parameter, []))[1]
+        self, under_way: _Pass, parameter: nn.Parameter, grad: Tensor, first: bool, leaving: _Leaving
+    ) -> None:
+        """Put a gradient on its way to the host, or in `leaving`, or let it wait for others."""
+        key = id(parameter)
+        parts = under_way.parts.setdefault(key, (parameter, []))[1]
         away = _is_away(grad)
-        if away and id(parameter) in self.shared and grad.dtype is parameter.dtype:
+        if away and key in self.shared and grad.dtype is parameter.dtype:
             part = _Part(None, None)
             part.held, part.stream = grad.detach(), _stream_of(grad)
             part.from_device = True
             parts.append(part)
-            return part, None
+            return
         # Only a gradient that may land as it is: no second contribution, nor one added to what is there.
         alone = not parts and parameter.grad is None
-        narrow = away and alone and self._narrows(parameter, grad)
+        dense = alone and (parameter.is_contiguous() or is_dense(parameter))
+        narrow = dense and away and self._narrows(parameter, grad)
         host = self._buffer(parameter, torch.bfloat16 if narrow else None)
         flat = host.as_strided((host.numel(),), (1,))
-        place = None if away else locate(host)
         part = _Part(host, None)
         part.from_device = away
+        raced = first and any(other.from_device and other.thread != part.thread for other in parts)
+        parts.insert(0 if raced else len(parts), part)
+        if narrow:
+            wide = _flat_as(grad.detach(), host, torch.float32)
+            leaving.narrow.append(_Wide(parameter, part, flat, wide))
+            return
+        place = None if away else locate(host)
         if not away and place is None:
             host.copy_(grad)
             source = flat
-        elif narrow:
-            source = part.wide = _flat_as(grad, host, parameter.dtype)
-            batch.append((part, flat, source.to(torch.bfloat16)))
         else:
             source = _flat_as(grad, host, host.dtype)
             if place is not None:
                 part.ticket = place[0].write_async(flat, source)
             else:
-                batch.append((part, flat, source))
-        raced = first and any(other.from_device and other.thread != part.thread for other in parts)
-        parts.insert(0 if raced else len(parts), part)
-        return part, source if alone and self._measures(parameter, host) else None
+                leaving.batch.append((part, flat, source))
+        if dense and self._measures(host):
+            leaving.alone.append((part, source))
 
     def _narrows(self, parameter: nn.Parameter, grad: Tensor) -> bool:
         """Whether to try a narrower format."""
         wide = parameter.dtype is torch.float32 and grad.dtype is torch.float32
-        return self.narrow and wide and id(parameter) not in self._no_narrow and is_dense(parameter.detach())
+        return self.narrow and wide and id(parameter) not in self._no_narrow
+
+    def _make_narrow(self, under_way: _Pass, leaving: _Leaving) -> None:
+        """Have gradients rounded and measured where they are, and whether that lost anything come here."""
+        devices: dict[torch.device, list[_Wide]] = {}
+        for entry in leaving.narrow:
+            devices.setdefault(entry.grad.device, []).append(entry)
+        narrow_by = self.narrow_by or partial(narrow_by_torch, self.square_sum)
+        for entries in devices.values():
+            forms, lost, sums = narrow_by([entry.grad for entry in entries])
+            stream = _stream_of(sums)
+            for at, (entry, form) in enumerate(zip(entries, forms, strict=True)):
+                leaving.batch.append((entry.part, entry.flat, form))
+                if self._measures(entry.flat):
+                    entry.part.squares = _Squares(sums, at, stream)
+            nbytes = sum(entry.grad.nbytes for entry in entries)
+            under_way.narrow.append(_Narrow(entries, nbytes, Flags(lost)))
 
     def _settle_narrow(self, under_way: _Pass, held_bytes: int) -> None:
         """Let go of gradients whose narrow form will do, and send the others as they are.
@@ -275,27 +312,24 @@ class GradientSink:
             under_way: The pass.
             held_bytes: On the device of gradients of which is not known yet; what is above is waited for.
         """
-        held = sum(
-            part.wide.nbytes for each in under_way.narrow for _, part in each.parts if part.wide is not None
-        )
+        held = sum(each.nbytes for each in under_way.narrow)
         batch: _Batch = []
-        while under_way.narrow and (held > held_bytes or under_way.narrow[0].ticket.done()):
+        while under_way.narrow and (held > held_bytes or under_way.narrow[0].lost.done()):
             each = under_way.narrow.pop(0)
-            each.ticket.wait()
-            for (parameter, part), lost in zip(each.parts, each.lost.tolist(), strict=True):
-                wide, part.wide = part.wide, None
-                assert wide is not None
-                held -= wide.nbytes
+            held -= each.nbytes
+            for wide, lost in zip(each.grads, each.lost.read(), strict=True):
                 if lost:
-                    self._no_narrow.add(id(parameter))
-                    part.host = self._buffer(parameter)
-                    batch.append((part, part.host.as_strided((part.host.numel(),), (1,)), wide))
+                    self._no_narrow.add(id(wide.parameter))
+                    wide.part.host = host = self._buffer(wide.parameter)
+                    batch.append((wide.part, host.as_strided((host.numel(),), (1,)), wide.grad))
         self._depart(batch)
 
-    def _measures(self, parameter: nn.Parameter, host: Tensor) -> bool:
-        """Whether a gradient can be measured in an order of elements that its optimizer will see too."""
-        usable = host.dtype in _MEASURED and host.numel() > 0 and is_dense(parameter.detach())
-        return usable and self.square_sum is not None
+    def _measures(self, host: Tensor) -> bool:
+        """Whether a gradient is measured, if its Parameter is dense.
+
+        Only then does its optimizer see the elements in the same order.
+        """
+        return self.square_sum is not None and host.dtype in _MEASURED and host.numel() > 0
 
     def _gather(self, parts: _Parts) -> None:
         """Let what has waited on the device leave: the sum, or each by itself where the host has a share."""
@@ -318,7 +352,8 @@ class GradientSink:
                     source = _flat_as(grad, part.host, part.host.dtype)
                     batch.append((part, part.host.as_strided((part.host.numel(),), (1,)), source))
                 self._depart(batch)
-                if joined and parameter.grad is None and self._measures(parameter, batch[0][1]):
+                alone = joined and parameter.grad is None and is_dense(parameter)
+                if alone and self._measures(batch[0][1]):
                     self._measure([(batch[0][0], batch[0][2])])
 
     def _measure(self, alone: Sequence[tuple[_Part, Tensor]]) -> None:
@@ -375,20 +410,39 @@ class GradientSink:
         return False
 
     @torch.no_grad()
-    def _land(self, parts: _Parts) -> None:
-        """Sum, run the hooks, set or add ``p.grad``: what AccumulateGrad does for an ordinary leaf."""
+    def _land(self, under_way: _Pass) -> None:
+        """Sum, run the hooks, set or add ``p.grad``: what AccumulateGrad does for an ordinary leaf.
+
+        The host waits for the device as late as can be: most gradients land while it still computes.
+        """
+        parts = under_way.parts
         self._gather(parts)
-        values = _measured(parts)
+        unknown = {id(wide.parameter) for each in under_way.narrow for wide in each.grads}
+        hooks = {key: _hooks_of(parameter, guard_of(parameter)) for key, (parameter, _) in parts.items()}
+        # What is run on a Parameter once its gradient has landed may ask for the sum of squares, and other
+        # people's hooks may read or edit what has landed before, which spoils its sum.
+        ours = all(_leave_gradient(before.values()) and not after for before, after in hooks.values())
+        values = None if ours else _measured(parts)
+        landed: list[tuple[int, Guard, Tensor, int]] = []
         for key, (parameter, contributions) in parts.items():
+            if key in unknown:  # those came last
+                with self._lock:
+                    self._settle_narrow(under_way, 0)
+                unknown.clear()
             with self._landings.setdefault(key, threading.RLock()):
                 entry = guard_of(parameter)
-                before, after = _hooks_of(parameter, entry)
+                before, after = hooks[key]
                 with torch._C.DisableTorchFunctionSubclass():
-                    self._land_one(
-                        parameter, contributions, entry, list(before.values()), values.get(key), not after
-                    )
+                    grad = self._land_one(parameter, contributions, entry, list(before.values()), not after)
+                    if grad is not None and entry is not None:
+                        landed.append((key, entry, grad, grad._version))
+                        if values is not None:
+                            _note(landed, values)
                 for done in list(after.values()):
                     done(parameter)
+        if landed:
+            with torch._C.DisableTorchFunctionSubclass():
+                _note(landed, _measured(parts) if values is None else values)
 
     def _land_one(
         self,
@@ -396,9 +450,8 @@ class GradientSink:
         contributions: list[_Part],
         entry: Guard | None,
         hooks: list[Any],
-        squares: float | None,
         quiet: bool,
-    ) -> None:
+    ) -> Tensor | None:
         """Land the gradient of one Parameter.
 
         Args:
@@ -406,11 +459,13 @@ class GradientSink:
             contributions: What came for it.
             entry: Its guard.
             hooks: What is run on the gradient before it lands.
-            squares: Its sum of squares, if that was measured.
             quiet: Nothing is run once it has landed.
+
+        Returns:
+            What stands in ``p.grad``, if it is what left the device and nothing else.
         """
         # A hook may edit through memory that moves no version; some say that they do not.
-        left_alone = all(getattr(hook, "leaves_gradient", False) for hook in hooks)
+        left_alone = _leave_gradient(hooks)
         late = self._arriving(parameter, contributions) if left_alone and quiet else None
         buffer = total = self._total(parameter, contributions) if late is None else late
         # A graph from before its weight returned to the device lands there.
@@ -424,14 +479,12 @@ class GradientSink:
         # A buffer is handed out through a tensor of its own, so that holders can be counted.
         if parameter.grad is None:
             parameter.grad = landed = total.detach() if late is None else total
-            same = left_alone and total is buffer and total._version == version
-            if entry is not None and squares is not None and same:
-                entry.note_square_sum(landed, squares)
-        else:
-            if entry is not None:
-                entry.wait()  # a pending update still needs what is there
-            settled_gradient(parameter)
-            parameter.grad += total
+            return landed if left_alone and total is buffer and total._version == version else None
+        if entry is not None:
+            entry.wait()  # a pending update still needs what is there
+        settled_gradient(parameter)
+        parameter.grad += total
+        return None
 
     def _arriving(self, parameter: nn.Parameter, contributions: list[_Part]) -> ArrivingGradient | None:
         """Make what stands for a gradient until it is there; None: it has to be waited for."""
@@ -478,6 +531,11 @@ def _hooks_of(parameter: nn.Parameter, entry: Guard | None) -> tuple[Mapping[int
     return native._backward_hooks or {}, native._post_accumulate_grad_hooks or {}
 
 
+def _leave_gradient(hooks: Iterable[Any]) -> bool:
+    """Whether all of them say that they edit nothing."""
+    return all(getattr(hook, "leaves_gradient", False) for hook in hooks)
+
+
 def _is_away(grad: Tensor) -> bool:
     """Whether a gradient is on a device that it leaves for the host."""
     return grad.is_cuda
@@ -489,15 +547,6 @@ def _stream_of(grad: Tensor) -> Any:
 
 def _on(stream: Any) -> Any:
     return contextlib.nullcontext() if stream is None else torch.cuda.stream(stream)
-
-
-def _look_for_losses(narrow: list[tuple[nn.Parameter, _Part]], batch: _Batch) -> _Narrow:
-    """Compare gradients with their narrow forms where they are, and have the answer come to the host."""
-    forms = {id(part): form for part, _, form in batch}
-    # A NaN differs from itself, and goes as it is.
-    found = torch.stack([torch.ne(forms[id(part)], cast(Tensor, part.wide)).any() for _, part in narrow])
-    lost = torch.empty(found.shape, dtype=torch.bool, pin_memory=found.is_cuda)
-    return _Narrow(narrow, lost, d2h_many([lost], [found]))
 
 
 def _flat_as(grad: Tensor, host: Tensor, dtype: torch.dtype) -> Tensor:
@@ -518,6 +567,14 @@ def _add_to(part: _Part, other: _Part) -> None:
         one += two
     else:
         part.held = one + two
+
+
+def _note(landed: list[tuple[int, Guard, Tensor, int]], values: dict[int, float]) -> None:
+    """Tell guards the sums of squares of gradients that are as they landed; empties the list."""
+    for key, entry, grad, version in landed:
+        if key in values and grad._version == version:
+            entry.note_square_sum(grad, values[key])
+    landed.clear()
 
 
 def _measured(parts: _Parts) -> dict[int, float]:

@@ -153,13 +153,13 @@ def test_the_read_probe_reads(tmp_path):
 
 
 def test_the_table_of_losses_in_the_docs_is_that_of_the_results():
-    lines = (Path(FOLDER) / "results" / "quality_cpu.jsonl").read_text().splitlines()
+    lines = (Path(FOLDER) / "results" / "quality_h200.jsonl").read_text().splitlines()
     docs = Path(__file__).parents[3] / "docs" / "formats.md"
     assert quality.table([json.loads(line) for line in lines]) in docs.read_text()
 
 
 def test_lines_that_were_not_measured_alike_make_no_table():
-    path = Path(FOLDER) / "results" / "quality_cpu.jsonl"
+    path = Path(FOLDER) / "results" / "quality_h200.jsonl"
     none, other = [json.loads(line) for line in path.read_text().splitlines()[:2]]
     with pytest.raises(SystemExit, match="not measured alike: windows"):
         quality.table([none, {**other, "windows": 3}])

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import trainstream
+from trainstream import _first
 from trainstream._budget import Limits
 from trainstream._decide import _settling, decide, moment_formats
 from trainstream._first import live_spec, packing_of, planned_job
@@ -249,3 +250,18 @@ def test_nothing_holds_the_weights_that_were_packed():
     gc.collect()
     assert [ref() for ref in before] == [None, None]
     trainstream.unwrap(model)
+
+
+@pytest.mark.parametrize(
+    ("budget", "measures"), [(None, True), ("4GiB", True), ("1GiB", False), (1 << 28, False)]
+)
+def test_a_machine_is_not_measured_with_more_ram_than_a_budget_has(budget, measures, monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(
+        _first, "profile_hardware", lambda device: asked.append(device) or assumed_profile("cuda")
+    )
+    monkeypatch.setattr(_first, "kept_profile", lambda device: None)
+    found = _first.rates_of(torch.device("cuda"), WrapOptions(ram_budget=budget))
+    assert found == assumed_profile("cuda")
+    assert bool(asked) == measures

@@ -1,6 +1,7 @@
 """State in memory that somebody provides: files mapped into memory, counted, moved and given up."""
 
 import copy
+import dataclasses
 import gc
 import itertools
 
@@ -11,8 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 from ts_core.guard import guard
+from ts_core.memory import host_budget
 from ts_core.testing import assert_bit_equal, devices, seeded
-from ts_optim import OffloadAdamW, deferred
+from ts_optim import OffloadAdamW, deferred, rates
 
 
 class Files:
@@ -275,3 +277,20 @@ def test_host_state_of_a_device_parameter_can_live_there_too(device, tmp_path):
     train(theirs, b, 1)
     assert files.nbytes == 0
     equal(a, b, ours, theirs)
+
+
+@pytest.mark.parametrize("available", [1 << 20, 64 << 20, 1 << 40])
+def test_rates_are_measured_with_little_of_what_is_free(available, monkeypatch):
+    free = dataclasses.replace(host_budget(), available_bytes=available)
+    monkeypatch.setattr(rates, "host_budget", lambda: free)
+    numels = []
+
+    class Counting(OffloadAdamW):
+        def __init__(self, params, **options):
+            numels.append(params[0].numel())
+            super().__init__(params, **options)
+
+    monkeypatch.setattr(rates, "OffloadAdamW", Counting)
+    monkeypatch.setattr(rates, "seconds_per_call", lambda call, device, quick: 1.0)
+    assert set(rates.adamw_rates(torch.device("cpu"), True)) == {"float32", "bfloat16", "int8"}
+    assert max(numels) == min(max(available // 256, 1 << 16), 16 << 20)

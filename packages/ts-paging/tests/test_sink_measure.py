@@ -224,3 +224,22 @@ def test_the_note_keeps_no_gradient_alive():
         parameter.grad = None
     assert len(addresses) == 1
     release(parameter)
+
+
+@pytest.mark.parametrize("device", devices())
+def test_a_hook_that_edits_what_has_landed_before_spoils_its_sum(device):
+    for edits in (False, True):
+        sink = GradientSink(square_sum=squares)
+        first, second = parameters = [made(sink), made(sink)]
+        anchor = torch.zeros((), requires_grad=True)
+
+        def edit(grad, first=first, edits=edits):
+            if edits:
+                first.grad.data.mul_(2)  # no version tells
+
+        second.register_hook(edit)
+        weights = Together.apply(anchor, sink, parameters, device)
+        sum(w.square().sum() for w in weights).backward()
+        assert (noted(first) is None) == edits
+        assert noted(second) is None  # its hook may have edited it
+        assert torch.equal(first.grad, first * (4 if edits else 2))

@@ -97,6 +97,7 @@ class _Part:
         self.squares: _Squares | None = None
 
 
+_seen: Any = torch._C._EnableTorchFunction  # undoes DisableTorchFunctionSubclass
 _Parts = dict[int, tuple[nn.Parameter, list[_Part]]]
 _Batch = list[tuple[_Part, Tensor, Tensor]]  # a part, where it goes, and what leaves the device
 
@@ -474,7 +475,9 @@ class GradientSink:
         if entry is not None:
             entry.wide_memory = self._wide
         for hook in hooks:
-            changed = hook(total)
+            # Others' code reads other Parameters past nobody: their guards have to see it.
+            with contextlib.nullcontext() if _leave_gradient([hook]) else _seen():
+                changed = hook(total)
             total = total if changed is None else changed
         # A buffer is handed out through a tensor of its own, so that holders can be counted.
         if parameter.grad is None:

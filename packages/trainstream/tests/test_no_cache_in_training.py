@@ -120,6 +120,16 @@ def test_what_a_call_says_of_caches_is_kept(kind):
     trainstream.unwrap(model)
 
 
+def test_tuples_keep_their_places():
+    ids = torch.randint(0, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    asked = {"output_hidden_states": True, "return_dict": False}
+    plain = build("llama")(ids, **asked)
+    model, _ = trainstream.wrap(build("llama"), None, capture=True, param_offload=True)
+    ours = model(ids, **asked)
+    assert [type(each) for each in ours] == [type(each) for each in plain]
+    trainstream.unwrap(model)
+
+
 @pytest.mark.parametrize("value", [None, True])
 def test_arguments_by_position_are_seen(value):
     model, _ = wrapped(build("llama"))

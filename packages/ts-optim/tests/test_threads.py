@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from ts_core.cores import usable_cores
 from ts_core.testing import assert_bit_equal
 from ts_optim import _C, adamw_step_
+from ts_optim.kernel import Clock
 
 HYPER = torch.tensor([[1e-2, 0.9, 0.999, 1e-8, 0.1]], dtype=torch.float64)
 
@@ -90,6 +91,22 @@ def test_callers_at_once_neither_block_nor_disturb_each_other():
     for ours, theirs in zip(got, want, strict=True):
         for a, b in zip(ours, theirs, strict=True):
             assert_bit_equal(a, b)
+
+
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 50), st.integers(0, 50)).map(sorted), max_size=60),
+)
+def test_time_that_threads_share_counts_once(spans):
+    # Spans are told when they end, as in threads that run side by side.
+    spans = sorted(spans, key=lambda span: span[1])
+    clock, now = Clock("kernel_s"), [0.0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("ts_optim.kernel.time.perf_counter", lambda: now[0])
+        for start, now[0] in spans:
+            clock.add_span("kernel_s", float(start))
+    covered = {second for start, end in spans for second in range(start, end)}
+    assert clock.read() == {"kernel_s": len(covered)}
+    assert clock.read() == {"kernel_s": len(covered)}
 
 
 def test_workers_are_shared_by_callers_and_sleep_when_idle():

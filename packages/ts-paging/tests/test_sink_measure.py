@@ -10,6 +10,7 @@ from torch import nn
 
 from ts_core.guard import guard, guard_of, release
 from ts_core.testing import devices
+from ts_paging import sink as sink_module
 from ts_paging.sink import GradientSink
 
 
@@ -243,3 +244,23 @@ def test_a_hook_that_edits_what_has_landed_before_spoils_its_sum(device):
         assert (noted(first) is None) == edits
         assert noted(second) is None  # its hook may have edited it
         assert torch.equal(first.grad, first * (4 if edits else 2))
+
+
+@pytest.mark.parametrize("device", devices())
+def test_who_reads_a_gradient_before_its_sum_is_there_spoils_it(device, monkeypatch):
+    """The host waits for the device between landing and noting; another thread may edit meanwhile."""
+    sink = GradientSink(square_sum=squares)
+    first, second = parameters = [made(sink), made(sink)]
+    measured = sink_module._measured
+
+    def read_meanwhile(parts):
+        with torch._C._EnableTorchFunction():  # as in another thread
+            first.grad.data.mul_(2)  # no version tells
+        return measured(parts)
+
+    monkeypatch.setattr(sink_module, "_measured", read_meanwhile)
+    anchor = torch.zeros((), requires_grad=True)
+    weights = Together.apply(anchor, sink, parameters, device)
+    sum(w.square().sum() for w in weights).backward()
+    assert noted(first) is None
+    assert noted(second) == float(squares([2 * second.detach()]))

@@ -57,16 +57,27 @@ class Uncached:
             return None
         if not (self._made and module.training and torch.is_grad_enabled()):
             return None
-        if getattr(getattr(module, "config", None), "use_cache", None) is False:
-            return None
+        config = getattr(module, "config", None)
         given = dict(zip(self._names, args, strict=False)) | kwargs
-        if any(given.get(name) is not None for name in ("use_cache", *_CACHES)):
+        wanted = getattr(config, "use_cache", None)
+        if wanted is False or any(given.get(name) is not None for name in ("use_cache", *_CACHES)):
             return None
-        session.events.add(_SAID, once=True)
+        named = given.get("return_dict")
+        named = getattr(config, "return_dict", True) if named is None else named
+        if named:
+            session.events.add(_SAID, once=True)
+            return self._saying(False, args, kwargs)
+        # In a tuple what comes after the cache would move up. Modules inside are not told that it is one.
+        return self._saying(True, args, kwargs) if wanted else None
+
+    def _saying(
+        self, value: bool, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The arguments with ``use_cache``."""
         place = self._names.index("use_cache") if "use_cache" in self._names else len(args)
         if place < len(args):
-            return (*args[:place], False, *args[place + 1 :]), kwargs
-        return args, {**kwargs, "use_cache": False}
+            return (*args[:place], value, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "use_cache": value}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Uncached:
         """A copy does nothing."""

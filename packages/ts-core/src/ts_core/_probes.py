@@ -143,6 +143,8 @@ def link(bench: Bench) -> dict[str, float]:
     if bench.device.type != "cuda":
         raise RuntimeError("the CPU has no link")
     nbytes = min(_sample_bytes(bench), 64 * _MIB if bench.quick else 256 * _MIB)
+    if nbytes < 8 * _MIB:
+        raise RuntimeError("too little RAM is free to measure the link")
     down, up = (registry.host_allocator().empty(nbytes) for _ in range(2))
     if not (down.is_pinned() and up.is_pinned()):
         raise RuntimeError("no page-locked memory to measure the link with")

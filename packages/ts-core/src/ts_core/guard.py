@@ -146,7 +146,7 @@ class Guard:
         self.landed_hooks: Any = native._post_accumulate_grad_hooks or OrderedDict()
         self.wide_memory: Callable[[Tensor], Tensor] | None = None
         self._before: Tensor | None = None
-        self._measured: tuple[TensorWeakRef, int, float] | None = None
+        self._measured: tuple[TensorWeakRef, int, float | None] | None = None
         if parameter.requires_grad:
             native._backward_hooks = OrderedDict({0: self._arrives})
             native._post_accumulate_grad_hooks = OrderedDict({0: self._arrived})
@@ -192,14 +192,21 @@ class Guard:
         elif holders <= self._holders:
             self.escaped = False
 
-    def note_square_sum(self, grad: Tensor, value: float) -> None:
+    def note_square_sum(self, grad: Tensor, value: float | None) -> None:
         """Keep the sum of squares of a gradient that has just landed.
 
         Args:
             grad: What ``.grad`` holds now; not kept alive.
-            value: Sum of the squares of its elements in the order of memory, in float64.
+            value: Sum of the squares of its elements in the order of memory, in float64. None: it comes
+                later, by `complete_square_sum`, and counts if nobody has read ``.grad`` by then.
         """
         self._measured = TensorWeakRef(grad), grad._version, value
+
+    def complete_square_sum(self, grad: Tensor, value: float) -> None:
+        """Bring a sum of squares that was announced; arguments are those of `note_square_sum`."""
+        noted = self._measured
+        if noted is not None and noted[2] is None and noted[0]() is grad:
+            self._measured = noted[0], noted[1], value
 
     def square_sum_of(self, grad: Tensor) -> float | None:
         """Return what was noted for a gradient, or None.

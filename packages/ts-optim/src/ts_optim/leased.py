@@ -208,7 +208,7 @@ class LeasedUpdate(PlainUpdate):
         piece.tried = True
         if not piece.done and counter == before:
             kernel(*arguments)
-        self._terms.clock.add("kernel_s", time.perf_counter() - start)
+        self._terms.clock.add_span("kernel_s", start)
         if piece.done:
             return
         for part, step in zip(piece.parts, piece.steps, strict=True):

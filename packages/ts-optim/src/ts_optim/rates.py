@@ -12,6 +12,7 @@ from .offload import OffloadAdamW
 __all__ = ["adamw_rates"]
 
 _BYTES = 16  # of a parameter: weight, gradient and two moments
+_LEAST = 4 << 20  # parameters
 
 
 def adamw_rates(device: torch.device, quick: bool) -> dict[str, float]:
@@ -24,13 +25,17 @@ def adamw_rates(device: torch.device, quick: bool) -> dict[str, float]:
     Returns:
         Parameters a second by format of moments.
 
+    Raises:
+        RuntimeError: Too little RAM is free.
+
     Example:
         >>> sorted(adamw_rates(torch.device("cpu"), True))
         ['bfloat16', 'float32', 'int8']
     """
     # Beyond the caches of most processors, and little of what is free.
     numel = min((16 << 20) if quick else (64 << 20), host_budget().available_bytes // (16 * _BYTES))
-    numel = max(numel, 1 << 16)
+    if numel < _LEAST:
+        raise RuntimeError("too little RAM is free to measure AdamW beyond the caches")
     rates: dict[str, float] = {}
     for moments in ("float32", "bfloat16", "int8"):
         param = torch.nn.Parameter(torch.ones(numel))

@@ -424,7 +424,7 @@ class GradientSink:
         # people's hooks may read or edit what has landed before, which spoils its sum.
         ours = all(_leave_gradient(before.values()) and not after for before, after in hooks.values())
         values = None if ours else _measured(parts)
-        landed: list[tuple[int, Guard, Tensor, int]] = []
+        landed: list[tuple[int, Guard, Tensor]] = []
         for key, (parameter, contributions) in parts.items():
             if key in unknown:  # those came last
                 with self._lock:
@@ -436,7 +436,8 @@ class GradientSink:
                 with torch._C.DisableTorchFunctionSubclass():
                     grad = self._land_one(parameter, contributions, entry, list(before.values()), not after)
                     if grad is not None and entry is not None:
-                        landed.append((key, entry, grad, grad._version))
+                        entry.note_square_sum(grad, None)
+                        landed.append((key, entry, grad))
                         if values is not None:
                             _note(landed, values)
                 for done in list(after.values()):
@@ -572,11 +573,11 @@ def _add_to(part: _Part, other: _Part) -> None:
         part.held = one + two
 
 
-def _note(landed: list[tuple[int, Guard, Tensor, int]], values: dict[int, float]) -> None:
-    """Tell guards the sums of squares of gradients that are as they landed; empties the list."""
-    for key, entry, grad, version in landed:
-        if key in values and grad._version == version:
-            entry.note_square_sum(grad, values[key])
+def _note(landed: list[tuple[int, Guard, Tensor]], values: dict[int, float]) -> None:
+    """Tell guards the sums of squares of gradients that have landed; empties the list."""
+    for key, entry, grad in landed:
+        if key in values:
+            entry.complete_square_sum(grad, values[key])
     landed.clear()
 
 

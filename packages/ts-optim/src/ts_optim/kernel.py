@@ -59,7 +59,10 @@ class Clock:
                 self._join(name)
 
     def _join(self, name: str) -> None:
-        """Add up the spans so far, each from where those before it end."""
+        """Add up the spans so far, each from where those before it end.
+
+        One that is told later, and began before that, counts from there: a call's time in `_SPANS` at most.
+        """
         for start, end in sorted(self._spans.pop(name, ())):
             self._seconds[name] += max(0.0, end - max(start, self._until[name]))
             self._until[name] = max(self._until[name], end)

@@ -69,6 +69,7 @@ def _holders(tensor: Tensor) -> int:
 _HELD_BYTES = (
     512 << 20
 )  # of gradients on a device of which is not known yet whether their narrow form will do
+_guards_see: Any = torch._C._EnableTorchFunction  # within DisableTorchFunctionSubclass
 _MEASURED = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -97,7 +98,6 @@ class _Part:
         self.squares: _Squares | None = None
 
 
-_seen: Any = torch._C._EnableTorchFunction  # undoes DisableTorchFunctionSubclass
 _Parts = dict[int, tuple[nn.Parameter, list[_Part]]]
 _Batch = list[tuple[_Part, Tensor, Tensor]]  # a part, where it goes, and what leaves the device
 
@@ -436,15 +436,15 @@ class GradientSink:
                 with torch._C.DisableTorchFunctionSubclass():
                     grad = self._land_one(parameter, contributions, entry, list(before.values()), not after)
                     if grad is not None and entry is not None:
-                        entry.note_square_sum(grad, None)
+                        entry.note_square_sum(grad, None if values is None else values.get(key))
                         landed.append((key, entry, grad))
-                        if values is not None:
-                            _note(landed, values)
                 for done in list(after.values()):
                     done(parameter)
-        if landed:
-            with torch._C.DisableTorchFunctionSubclass():
-                _note(landed, _measured(parts) if values is None else values)
+        if values is None:
+            values = _measured(parts)
+            for key, entry, grad in landed:
+                if key in values:
+                    entry.complete_square_sum(grad, values[key])
 
     def _land_one(
         self,
@@ -477,7 +477,7 @@ class GradientSink:
             entry.wide_memory = self._wide
         for hook in hooks:
             # Others' code reads other Parameters past nobody: their guards have to see it.
-            with contextlib.nullcontext() if _leave_gradient([hook]) else _seen():
+            with contextlib.nullcontext() if _leave_gradient([hook]) else _guards_see():
                 changed = hook(total)
             total = total if changed is None else changed
         # A buffer is handed out through a tensor of its own, so that holders can be counted.
@@ -571,14 +571,6 @@ def _add_to(part: _Part, other: _Part) -> None:
         one += two
     else:
         part.held = one + two
-
-
-def _note(landed: list[tuple[int, Guard, Tensor]], values: dict[int, float]) -> None:
-    """Tell guards the sums of squares of gradients that have landed; empties the list."""
-    for key, entry, grad in landed:
-        if key in values:
-            entry.complete_square_sum(grad, values[key])
-    landed.clear()
 
 
 def _measured(parts: _Parts) -> dict[int, float]:

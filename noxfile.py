@@ -93,7 +93,7 @@ def base(session: nox.Session) -> None:
 @nox.session(requires=["base"])
 @nox.parametrize("package", [nox.param(p, id=p) for p in PACKAGES])
 def tests(session: nox.Session, package: str) -> None:
-    """Run a package's tests with only its own dependencies present; coverage must be 85 % or more."""
+    """Run a package's tests with only its own dependencies; coverage, where measured, at least 85 %."""
     ours = with_siblings(package)
     wheel, *siblings = wheels_of(session, *ours)
     keep_torch = see_base(session)

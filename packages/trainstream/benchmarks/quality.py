@@ -234,7 +234,10 @@ def product_of(name: str, model: Any, device: str) -> str:
     counts = set_matmul(model, tensor_cores=False if "w" in words else None, device=where)
     if not counts["tensor_cores"]:
         return "decoded" if counts["weights"] else "none"
-    return "tensor cores" if multiplies(layout_of(name, device), where) else "emulated"
+    if multiplies(layout_of(name, device), where):
+        return "tensor cores"
+    # Else they are those that keep_precise stores in a format which is multiplied here.
+    return "emulated" if any(word in ON_TENSOR_CORES for word in words) else "mixed"
 
 
 def _measure(args: argparse.Namespace, name: str, device: str) -> dict[str, Any]:

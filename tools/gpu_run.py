@@ -43,6 +43,7 @@ TRAVELS = ("tests", "benchmarks", "examples", "pyproject.toml")
 RIVALS = {
     "bitsandbytes": ("bitsandbytes==0.50.2",),
     "liger": ("liger-kernel",),
+    "cce": ("cut-cross-entropy==25.1.1",),
     "torchao": ("torchao==0.18.0",),
     "deepspeed": (
         "deepspeed==0.19.8",

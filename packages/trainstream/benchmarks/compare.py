@@ -400,6 +400,7 @@ def profile(args: argparse.Namespace, loop: Loop) -> dict:
         "traced_step_s": round(statistics.median(loop.times[first + 1 :]), 5),
         **timeline.summary(timeline.analyze(trace)),
         **measure.launches(trace, args.profile + 1),
+        **measure.categories(trace, args.profile + 1),
         **ops,
     }
     if args.out_trace:

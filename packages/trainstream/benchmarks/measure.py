@@ -9,6 +9,7 @@ import hashlib
 import mmap
 import os
 import platform
+import re
 import statistics
 import threading
 import time
@@ -50,10 +51,13 @@ class Sampler(threading.Thread):
         self.halt = threading.Event()
         try:
             import pynvml
+            import torch
 
             pynvml.nvmlInit()
-            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByIndex(0)
-        except Exception:  # whatever NVML raises where there is none
+            # CUDA_VISIBLE_DEVICES renumbers CUDA's devices, not NVML's.
+            uuid = f"GPU-{torch.cuda.get_device_properties(0).uuid}"
+            self.nvml, self.handle = pynvml, pynvml.nvmlDeviceGetHandleByUUID(uuid)
+        except Exception:  # whatever NVML raises where there is none, and torch without a GPU
             self.nvml = None
 
     def run(self) -> None:
@@ -331,6 +335,44 @@ def launches(trace: dict, steps: int) -> dict:
         "kernels": kernels,
     }
     return {"launches_per_step": {key: round(count / steps, 1) for key, count in found.items()}}
+
+
+#: Kinds of kernels by their names, the first that matches.
+CATEGORIES = {
+    "attention": r"flash|fmha|attention|cudnn.*sdpa|softmax_warp",
+    "matmul": r"gemm|nvjet|cutlass|xmma|cublas|splitk|gemv",
+    "loss": r"cross_entropy|label_counts|loss_total|nll_loss|log_softmax|cunn_softmax",
+    "optimizer": r"adamw|multi_tensor|sumsq|foreach",
+    "decode": r"ts_quant|decode_|dequantize|gguf|gptq|awq",
+    "norm": r"rms|layer_norm|weight_gradient",
+    "rotary": r"rotary|rope",
+    "gated MLP": r"gated|swiglu|geglu|silu|gelu",
+    "copy": r"memcpy|memset|copy_|CatArray|direct_copy",
+    "reduction": r"reduce_kernel|reduction",
+    "elementwise": r"elementwise|fill|index|scatter|gather|embedding",
+}
+
+
+def categories(trace: dict, steps: int) -> dict:
+    """Milliseconds that kernels of each kind took in a step, added up, and how many there were."""
+    spent: dict[str, list[float]] = {}
+    for event in trace["traceEvents"]:
+        if event.get("cat") not in ("kernel", "gpu_memcpy", "gpu_memset"):
+            continue
+        name = event["name"]
+        if event["cat"] != "kernel":
+            kind = "host copy" if "HtoD" in name or "DtoH" in name else "copy"
+        else:
+            matches = (kind for kind, words in CATEGORIES.items() if re.search(words, name, re.IGNORECASE))
+            kind = next(matches, "other")
+        entry = spent.setdefault(kind, [0.0, 0])
+        entry[0] += event.get("dur", 0.0) / 1e3
+        entry[1] += 1
+    ranked = sorted(spent.items(), key=lambda item: -item[1][0])
+    return {
+        "kernels_ms_per_step": {kind: round(ms / steps, 3) for kind, (ms, _) in ranked},
+        "kernels_per_step": {kind: round(count / steps, 1) for kind, (_, count) in ranked},
+    }
 
 
 def operators(profiler: Any, steps: int, most: int = 30) -> dict:

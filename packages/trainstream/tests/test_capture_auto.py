@@ -21,7 +21,6 @@ from grid_models import (
 import trainstream
 from trainstream._options import WrapOptions
 from trainstream._paging import captured
-from ts_paging.recording import PROVEN_ON_GPU
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing. is deprecated:FutureWarning")
 GPU = torch.device("cuda", 0)
@@ -99,11 +98,8 @@ def test_auto_makes_no_pager_for_a_model_that_needs_none(as_on_a_gpu):
     trainstream.unwrap(model)
 
 
-def test_auto_is_off_until_graphs_are_proven_and_then_on_for_gpus(monkeypatch):
+def test_auto_is_on_for_gpus_alone():
     auto, asked, never = (WrapOptions.from_kwargs(capture=value) for value in ("auto", True, False))
-    assert captured(auto, GPU) == PROVEN_ON_GPU
-    assert any("have not been proven on a GPU" in line for line in auto.notes()) != PROVEN_ON_GPU
-    monkeypatch.setattr("ts_paging.recording.PROVEN_ON_GPU", True)
     cpu = torch.device("cpu")
     found = [[captured(options, device) for device in (GPU, cpu)] for options in (auto, asked, never)]
     assert found == [[True, False], [True, True], [False, False]]

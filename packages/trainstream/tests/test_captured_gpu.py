@@ -115,9 +115,8 @@ def test_bfloat16_with_dropout_and_copies_under_way_has_the_same_bits(policy, at
 
 @pytest.mark.parametrize("policy", list(WRAP_POLICIES))
 @pytest.mark.parametrize("kind", ["llama", "lora"])
-def test_auto_changes_no_bit(kind, policy, monkeypatch):
-    """Tiny blocks wait for nothing but their launches: they are captured, once that counts as proven."""
-    monkeypatch.setattr("ts_paging.recording.PROVEN_ON_GPU", True)
+def test_auto_changes_no_bit(kind, policy):
+    """Tiny blocks wait for nothing but their launches: they are captured."""
     expected = resident(kind, one, "none", "cuda", offload_adamw, count=20)
     model = build(kind)
     with paged(model, "wrap", policy, "cuda", capture="auto") as (_, optimizer):
@@ -128,7 +127,6 @@ def test_auto_changes_no_bit(kind, policy, monkeypatch):
 
 
 def test_auto_goes_back_to_eager_where_the_device_has_no_room(monkeypatch):
-    monkeypatch.setattr("ts_paging.recording.PROVEN_ON_GPU", True)
     monkeypatch.setattr("trainstream._paging._left", lambda device, room: 0)
     expected = resident("lora", one, "none", "cuda", offload_adamw, count=12)
     model = build("lora")

@@ -2,8 +2,10 @@
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
+#include <nanobind/stl/vector.h>
 
 #include <optional>
+#include <vector>
 
 #include "kernels.h"
 #include "ts/module.h"
@@ -328,6 +330,33 @@ void scale_cast(TensorView src, TensorView scale, TensorView out, int threads) {
       });
 }
 
+void copy_each(const std::vector<TensorView>& targets, const std::vector<TensorView>& sources) {
+  const char* op = "copy_each";
+  if (targets.size() != sources.size())
+    fail_value(op, "sources", std::to_string(targets.size()) + " tensors",
+               std::to_string(sources.size()));
+  if (targets.empty()) return;
+  std::vector<fused::CopyEach> copies;
+  copies.reserve(targets.size());
+  for (size_t i = 0; i < targets.size(); ++i) {
+    const TensorView &target = targets[i], &source = sources[i];
+    expect_float(target, op, "targets");
+    expect_float(source, op, "sources");
+    expect_numel(source, op, "sources", target.numel());
+    expect_same_device(source, targets[0], op, "sources");
+    expect_same_device(target, targets[0], op, "targets");
+    copies.push_back(
+        {source.data(), target.data(), target.numel(), source.dtype(), target.dtype()});
+  }
+  if (!targets[0].is_cuda()) fail_value(op, "targets", "CUDA tensors", targets[0].describe());
+  run_on(
+      targets[0], op, 1,
+      [&](auto stream) {
+        fused::launch_copy_each(copies.data(), static_cast<int64_t>(copies.size()), stream);
+      },
+      [](int) {});
+}
+
 void label_counts(TensorView targets, int64_t ignore_index, int64_t vocab, TensorView counts) {
   const char* op = "label_counts";
   expect(targets, op, "targets", DType::kI64);
@@ -384,6 +413,7 @@ NB_MODULE(_C, m) {
         nb::arg("smoothing"), nb::arg("with_grad"), nb::arg("threads") = 0);
   m.def("scale_cast", &scale_cast, nb::arg("src"), nb::arg("scale"), nb::arg("out"),
         nb::arg("threads") = 0);
+  m.def("copy_each", &copy_each, nb::arg("targets"), nb::arg("sources"));
   m.def("label_counts", &label_counts, nb::arg("targets"), nb::arg("ignore_index"),
         nb::arg("vocab"), nb::arg("counts"));
   m.def("loss_total", &loss_total, nb::arg("losses"), nb::arg("total"));

@@ -53,6 +53,14 @@ struct CrossEntropyRows {
   bool with_grad;
 };
 
+// One tensor of a list that is copied: float32, bfloat16 or float16 each, rounded to nearest, even.
+struct CopyEach {
+  const void* src;
+  void* dst;
+  int64_t count;
+  DType from, to;
+};
+
 // Heads of one tensor of (batch, tokens, heads, dim), the last dimension without gaps.
 struct RotaryHeads {
   const void* x;
@@ -121,6 +129,7 @@ void launch_gated_backward(const GatedBackward& a, DType dtype, void* stream);
 void launch_cross_entropy_rows(const CrossEntropyRows& a, DType dtype, void* stream);
 void launch_scale_cast(const void* src, DType src_type, const float* scale, void* out,
                        DType out_type, int64_t n, void* stream);
+void launch_copy_each(const CopyEach* copies, int64_t tensors, void* stream);
 void launch_label_counts(const int64_t* targets, int64_t n, int64_t ignore_index, int64_t vocab,
                          int64_t* counts, void* stream);
 void launch_loss_total(const float* losses, int64_t n, double* total, void* stream);

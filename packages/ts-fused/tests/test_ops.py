@@ -40,6 +40,10 @@ def samples(device):
             (k.expand(2, 5, 7, 16), q.half().float(), angle.bfloat16(), angle.bfloat16(), 16, True, False),
         ],
         "scale_cast": [(x, torch.tensor(2.0, device=device), torch.bfloat16)],
+        "copy_each_": [
+            ([floats(3, 17, dtype=torch.float16), floats(5)], [floats(3, 17), floats(5).bfloat16()]),
+            ([floats(6, 4).t()], [half.view(12, 12)[:4, :6]]),
+        ],
         "label_counts": [(targets, -100, 17)],
         "loss_total": [(floats(3),)],
     }
@@ -47,7 +51,7 @@ def samples(device):
 
 @pytest.mark.parametrize("device", devices())
 def test_every_op_passes_opcheck(device):
-    assert opcheck_all("ts_fused", samples(device)) == 22
+    assert opcheck_all("ts_fused", samples(device)) == 24
 
 
 @pytest.mark.parametrize("device", devices())
@@ -58,6 +62,40 @@ def test_scale_cast_rounds_once(device, source, result):
         x = make_tensor((size,), dtype=source, device=device)
         scale = torch.tensor(0.3, device=device)
         assert_bit_equal(_ops.scale_cast(x, scale, result), (x.float() * scale).to(result))
+
+
+@pytest.mark.parametrize("device", devices())
+@pytest.mark.parametrize("count", [1, 3, 64, 150])
+def test_copy_each_gives_the_bits_of_copy(device, count):
+    """Every pair of dtypes, sizes about a piece of work, empty ones, and starts that are on no 16 bytes."""
+    sizes = [1, 7, 8, 1023, 1024, 1025, 0, 5000, 2048]
+    targets, sources = [], []
+    for n in range(count):
+        size = sizes[n % len(sizes)]
+        source, result = _ops.FLOATS[n % 3], _ops.FLOATS[n // 3 % 3]
+        sources.append(make_tensor((size + 1,), dtype=source, device=device, seed=n)[n % 2 :][:size])
+        whole = torch.full((size + 16,), 7.0, dtype=result, device=device)
+        targets.append(whole[8 + n % 3 :][:size])
+    before = [t._version for t in targets]
+    _ops.copy_each_(targets, sources)
+    for n, (target, source) in enumerate(zip(targets, sources, strict=True)):
+        assert_bit_equal(target, source.to(target.dtype))
+        assert target._version > before[n]
+        whole = target._base
+        assert (whole[: 8 + n % 3] == 7).all()
+        assert (whole[8 + n % 3 + target.numel() :] == 7).all()
+
+
+@pytest.mark.parametrize("device", devices())
+def test_copy_each_takes_what_the_kernel_does_not(device):
+    a, b = torch.zeros(4, 6, device=device).t(), torch.zeros(3, dtype=torch.float64, device=device)
+    _ops.copy_each_([a, b], [torch.ones(6, 4, device=device), torch.full((3,), 0.1, device=device)])
+    assert a.eq(1).all()
+    assert b.eq(torch.tensor(0.1, device=device).double()).all()
+    with pytest.raises(ArgumentError, match="1 tensors"):
+        _ops.copy_each_([a], [])
+    with pytest.raises(ArgumentError, match="shape"):
+        _ops.copy_each_([a], [b])
 
 
 @pytest.mark.parametrize("device", devices())

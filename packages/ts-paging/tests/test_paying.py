@@ -11,7 +11,7 @@ from ts_paging.blockmode import BlockMode
 from ts_paging.captured import Captures
 from ts_paging.pager import WeightPager
 from ts_paging.paying import Paying, Timing, meter_for
-from ts_paging.recording import PROVEN_ON_GPU, captures_by_itself, recorder_for
+from ts_paging.recording import captures_by_itself, recorder_for
 
 CPU = torch.device("cpu")
 
@@ -255,9 +255,6 @@ def test_a_form_that_is_let_go_between_forward_and_backward_is_still_replayed():
     assert mode.captures.recordings == 0
 
 
-def test_auto_stays_off_until_graphs_have_run(monkeypatch):
-    assert not captures_by_itself(CPU)
-    assert captures_by_itself(torch.device("cuda", 0)) == PROVEN_ON_GPU
-    monkeypatch.setattr("ts_paging.recording.PROVEN_ON_GPU", True)
+def test_auto_captures_on_gpus_alone():
     assert captures_by_itself(torch.device("cuda", 0))
     assert not captures_by_itself(CPU)

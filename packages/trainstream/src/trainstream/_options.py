@@ -16,7 +16,6 @@ from torch import nn
 
 from ts_core import memory, options
 from ts_core.errors import OptionError
-from ts_paging.recording import captures_by_itself
 from ts_quant.codecs import resolve
 
 __all__ = ["WrapOptions"]
@@ -346,9 +345,7 @@ class WrapOptions:
                 "capture",
                 "blocks run eagerly"
                 if on_cpu
-                else "paged blocks are captured where that pays, by measurement of the first steps"
-                if captures_by_itself(torch.device("cuda"))
-                else "off: captured blocks have not been proven on a GPU yet; capture=True turns them on",
+                else "paged blocks are captured where that pays, by measurement of the first steps",
             ),
         ):
             measured = adapts and name in ("activation_offload", "param_offload", "recompute")

@@ -13,6 +13,8 @@ from torch.autograd.function import once_differentiable
 from ts_core.errors import ArgumentError, ArgumentTypeError, message
 from ts_core.registry import PackedWeight
 
+from ._ops import copy_each_
+
 __all__ = ["LoraAdapter", "LoraProjection", "lora_linear", "lora_linears"]
 
 
@@ -109,7 +111,7 @@ def _factors(
     stacked = downs[0].new_empty((sum(ranks), downs[0].shape[1]), dtype=dtype)
     made = [torch.empty_like(b, dtype=dtype) for b in ups]
     # One launch for all: there are many of these small matrices.
-    torch._foreach_copy_([*torch.split(stacked, ranks), *made], [*downs, *ups])
+    copy_each_([*torch.split(stacked, ranks), *made], [*downs, *ups])
     return stacked, made
 
 
@@ -232,7 +234,7 @@ def _in_dtypes(grads: list[Tensor | None], dtypes: list[torch.dtype]) -> list[Te
     if late:
         given = [cast(Tensor, grads[i]) for i in late]
         made = [torch.empty_like(grad, dtype=dtypes[i]) for i, grad in zip(late, given, strict=True)]
-        torch._foreach_copy_(made, given)
+        copy_each_(made, given)
         for i, grad in zip(late, made, strict=True):
             grads[i] = grad
     return grads

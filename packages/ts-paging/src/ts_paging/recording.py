@@ -17,13 +17,8 @@ import torch
 from torch import Tensor
 
 __all__ = [
-    "PROVEN_ON_GPU", "CannotRecord", "CudaRecorder", "Recorder", "Recording", "captures_by_itself",
-    "recorder_for",
+    "CannotRecord", "CudaRecorder", "Recorder", "Recording", "captures_by_itself", "recorder_for",
 ]  # fmt: skip
-
-#: Whether the tests of recordings and of captured blocks have passed on a GPU. Until then blocks are captured
-#: there only if that is asked for by name.
-PROVEN_ON_GPU = False
 
 _Result = TypeVar("_Result")
 
@@ -217,4 +212,4 @@ def recorder_for(device: torch.device) -> Recorder:
 
 def captures_by_itself(device: torch.device) -> bool:
     """Whether ``capture="auto"`` may capture blocks on a device."""
-    return PROVEN_ON_GPU and device.type == "cuda"
+    return device.type == "cuda"

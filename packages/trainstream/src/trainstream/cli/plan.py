@@ -44,7 +44,7 @@ class Asked:
     hardware: Path | None = None
     link: float | None = None
     tflops: float | None = None
-    capture: bool = False
+    capture: bool | None = None
     page_lock: str | None = None
 
 
@@ -93,7 +93,10 @@ def command(
     ] = None,
     tflops: Annotated[float | None, typer.Option("--tflops", help="TFLOP/s of the GPU in bf16.")] = None,
     capture: Annotated[
-        bool, typer.Option("--capture", help="Blocks recorded once and replayed: wrap()'s capture=True.")
+        bool | None,
+        typer.Option(
+            help="Blocks recorded once and replayed, or not: wrap()'s capture; it decides by itself."
+        ),
     ] = False,
     page_lock: Annotated[
         str | None, typer.Option("--page-lock", help="RAM that may be page-locked: wrap()'s host_arena.")
@@ -229,12 +232,10 @@ def _packings(names: tuple[str, ...]) -> tuple[Packing, ...]:
 
 
 def _job(asked: Asked, spec: ModelSpec, cpu: bool) -> Job:
-    import torch
 
     from trainstream._first import planned_job
     from ts_core.errors import OptionError
     from ts_core.options import choice
-    from ts_paging.recording import captures_by_itself
 
     wanted = choice("quantize", asked.quantize, ("auto", "none", *_codecs()))
     if not asked.lora and wanted not in ("auto", "none"):
@@ -258,7 +259,7 @@ def _job(asked: Asked, spec: ModelSpec, cpu: bool) -> Job:
         # Adapters stay on the device with all of their state.
         moments=(chosen,) if chosen != "auto" else formats[:1] if asked.lora else formats,
         prefer=choice("prefer", asked.prefer, ("exact", "speed")),
-        capture=asked.capture or (not cpu and captures_by_itself(torch.device("cuda"))),
+        capture=not cpu if asked.capture is None else asked.capture,
     )
 
 
@@ -359,7 +360,11 @@ def run(console: Console, asked: Asked) -> int:
     _head(console, spec, room, source, asked)
     limit = room.page_lock
     try:
-        found, room = _found(spec, job, hardware, room)
+        given = room
+        found, room = _found(spec, job, hardware, given)
+        if asked.capture is None and job.capture and _untouched(found):
+            job = dataclasses.replace(job, capture=False)
+            found, room = _found(spec, job, hardware, given)
     except DoesNotFitError:
         room = dataclasses.replace(room, page_lock=None)
         return _refuse(console, asked, spec, job, hardware, room, told, cpu)
@@ -392,6 +397,12 @@ def run(console: Console, asked: Asked) -> int:
     if not better:
         console.say("faster     neither more memory nor a faster part of the kind that limits it gains 2 %")
     return 0
+
+
+def _untouched(found: Found) -> bool:
+    """Whether weights and activations all stay on the device: wrap() captures such a model if asked to."""
+    counts = (*found.choice.places, *found.choice.policies)
+    return not any(any(count[1:]) for count in counts)
 
 
 def _found(spec: ModelSpec, job: Job, hardware: HardwareProfile, room: Room) -> tuple[Found, Room]:

@@ -26,7 +26,7 @@ NATIVE = [p for p in PACKAGES if (ROOT / "packages" / p / "CMakeLists.txt").is_f
 # Every package's test extra names these; see tools/check_packaging.py.
 TEST_TOOLS = ["pytest>=8", "pytest-cov>=5", "pytest-xdist>=3.6", "hypothesis>=6.100", "numpy"]
 # Packages whose many short tests are spread over the cores; the others use the cores by themselves.
-SPREAD = ["ts-core", "ts-paging", "ts-hf", "trainstream"]
+SPREAD = ["ts-core", "ts-optim", "ts-paging", "ts-hf", "trainstream"]
 # Tracing lines costs tests of trainstream, which are Python, up to two thirds of their time again.
 # Its coverage is measured where TS_COVERAGE=1 asks for it, that of the other packages always.
 UNTRACED = [] if os.environ.get("TS_COVERAGE") == "1" else ["trainstream"]

@@ -197,6 +197,7 @@ def build(shape: str, dtype, device: str, replace=None, home: str | None = None,
                     0, 0.02, generator=generator
                 )
             module._parameters[key] = torch.nn.Parameter(value.to(home), requires_grad=True)
+            del value  # an exception that somebody keeps holds this frame, and the last one with it
         if replace is not None and isinstance(module, torch.nn.Linear) and ".layers." in name:
             parent, _, leaf = name.rpartition(".")
             setattr(model.get_submodule(parent), leaf, replace(module))

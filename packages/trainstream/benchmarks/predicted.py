@@ -26,9 +26,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
+import functools
 import json
 import math
-import statistics
 import subprocess
 import sys
 import time
@@ -37,6 +37,7 @@ from pathlib import Path
 from typing import Any
 
 import engines
+import predicted_run
 
 #: Beside those that `engines` has.
 MORE_SHAPES = {
@@ -56,7 +57,6 @@ SMALL = (
     "50m-full-none-64-0.7",
 )  # fmt: skip
 RANK = 16  # of `engines.add_lora`
-SETTLE, STEPS = 16, 5
 #: RAM of a process that computes there, beside its tensors, whatever the size of the model: code that
 #: libraries make for each shape, and small blocks that the C library keeps. `wrap()` leaves more unplanned.
 BESIDE = 20_000_000
@@ -111,7 +111,7 @@ def spec_of_shape(shape: str) -> Any:
     return spec_from_config({"model_type": "qwen2", "dtype": "bfloat16", **sizes})
 
 
-def job_of(config: Config, spec: Any, cpu: bool) -> Any:
+def job_of(config: Config, spec: Any, cpu: bool, capture: bool) -> Any:
     """What is trained, as `wrap()` asks about it."""
     from trainstream._first import packing_of, planned_job
 
@@ -124,7 +124,18 @@ def job_of(config: Config, spec: Any, cpu: bool) -> Any:
         trains=not lora,
         packings=[packing_of(config.codec)],
         moments=("float32",) if lora else ("float32", "bfloat16", "int8"),
+        capture=capture,
     )
+
+
+def captures(device: str) -> bool:
+    """Whether `wrap()` has blocks recorded by itself."""
+    import torch
+
+    from trainstream._options import WrapOptions
+    from trainstream._paging import captured
+
+    return captured(WrapOptions.from_kwargs(), torch.device(device))
 
 
 def room_of(config: Config, spec: Any, cpu: bool, others: int) -> Any:
@@ -134,17 +145,29 @@ def room_of(config: Config, spec: Any, cpu: bool, others: int) -> Any:
     from ts_core.headroom import arena_growth, unplanned
     from ts_core.job import Room
     from ts_core.memory import device_budget, disk_budget, host_budget
-    from ts_core.usage import CONTEXT_BYTES
 
     ram, files = host_budget().available_bytes, disk_budget(tempfile.gettempdir())
     cap = int(config.cap * 2**30)
     if cpu:
         ram = min(ram, cap - others) if cap else ram
         return Room(ram - unplanned(ram, spec.bytes), None, files)
+    beside = beside_tensors(config) if cap else 0
     here = device_budget("cuda")
     free = here.available_bytes + here.cached_bytes
-    free = min(free, cap - CONTEXT_BYTES) if cap else free
+    free = min(free, cap - beside) if cap else free
     return Room(int(free * 0.9), ram - arena_growth(ram), files)
+
+
+@functools.cache
+def beside_tensors(config: Config) -> int:
+    """What a process holds of the GPU beside tensors when it calls `wrap()`, as that counts it."""
+    import torch
+
+    from trainstream._budget import context_bytes
+    from ts_core.usage import CONTEXT_BYTES
+
+    predicted_run.warm_up("cuda", config)
+    return max(context_bytes(torch.device("cuda", torch.cuda.current_device())) or 0, CONTEXT_BYTES)
 
 
 def rates(device: str) -> Any:
@@ -164,13 +187,15 @@ def predict(config: Config, device: str, others: int = 0) -> dict[str, Any]:
 
     cpu = device == "cpu"
     spec = spec_of_shape(config.shape)
-    job, room, profile = job_of(config, spec, cpu), room_of(config, spec, cpu, others), rates(device)
+    capture = captures(device)
+    job, room, profile = job_of(config, spec, cpu, capture), room_of(config, spec, cpu, others), rates(device)
     found = choose(spec, job, profile, room)
     plan = plan_of(spec, found, room, job=job, device=device)
     return {
         "prediction": dataclasses.asdict(with_beside(found.prediction, cpu)),
         "choice": dataclasses.asdict(found.choice),
         "room": dataclasses.asdict(room),
+        "capture": capture,
         "profile": json.loads(profile.to_json()),
         "policies": list(plan.policy),
         "places": [("settled" if b.settled else b.tier) for b in plan.blocks],
@@ -211,7 +236,8 @@ def prediction_of(config: Config, line: dict[str, Any], used: dict[str, Any]) ->
     spec = spec_of_shape(config.shape)
     cpu = line["device"] == "cpu"
     profile = HardwareProfile.from_json(json.dumps(line["profile"]))
-    found = predicted(spec, job_of(config, spec, cpu), profile, choice_in_use(config, used), cpu=cpu)
+    capture = used.get("captured", 0) > 0
+    found = predicted(spec, job_of(config, spec, cpu, capture), profile, choice_in_use(config, used), cpu=cpu)
     return with_beside(found, cpu)
 
 
@@ -221,109 +247,6 @@ def with_beside(prediction: Any, cpu: bool) -> Any:
 
 
 # ------------------------------------------------------------------------------------------------ measure
-
-
-def worker(config: Config, device: str, forced: dict[str, Any]) -> dict[str, Any]:
-    """Build, wrap, train until nothing adapts, and measure; in this process."""
-    import torch
-
-    import trainstream  # noqa: F401 -- part of the baseline
-    from ts_core.usage import PeakSampler, device_usage, host_usage
-
-    cuda = device == "cuda"
-    warm_up(device, config)
-    base = host_usage().used_bytes
-    engine = engines.make(config.setting(device, forced))
-    session = engine.model._trainstream_session
-    high = engines.vocabulary(config.shape)
-    generator = torch.Generator().manual_seed(1)
-
-    def step() -> float:
-        ids = torch.randint(0, high, (1, config.tokens), generator=generator).to(device)
-        begin = time.perf_counter()
-        loss = engine.loss_of(ids)
-        engine.backward(loss)
-        engine.step()
-        if cuda:
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    steps = 0
-    while steps < 3 or (session.adapting and steps < SETTLE):
-        step()
-        steps += 1
-    if cuda:
-        torch.cuda.reset_peak_memory_stats()
-    with PeakSampler(0.002) as ram:
-        times = [step() for _ in range(STEPS)]
-        synchronize = getattr(engine.optimizer, "synchronize", None)
-        if synchronize is not None:
-            synchronize()
-        ram.sample()
-    peak = ram.peak_bytes - base
-    line = {
-        "step_s": statistics.median(times),
-        "spread_s": [min(times), max(times)],
-        "steps_to_settle": steps,
-        "host_bytes": peak if cuda else 0,
-        "device_bytes": torch.cuda.max_memory_allocated() if cuda else peak,
-        "base_bytes": base,
-        **plan_in_use(session),
-    }
-    if cuda:
-        line["reserved_bytes"] = torch.cuda.max_memory_reserved()
-        line["nvml_bytes"] = device_usage("cuda:0").used_bytes
-    line["events"] = [str(event) for event in session.events.events if "=auto" in event or "settled" in event]
-    return line
-
-
-def warm_up(device: str, config: Config) -> None:
-    """Let libraries make what they keep: it is no part of a model.
-
-    On a CPU that is 12 MB once steps of the same kind have run. And there the C library's heap keeps what is
-    free between tensors, as much as activations take at the most, unless it is told not to, as `wrap()` does
-    under a `ram_budget`: so it is told here.
-    """
-    import peft  # noqa: F401
-    import torch
-    import transformers
-
-    from ts_core.usage import keep_heap_tight, release_free_memory
-
-    tiny = transformers.Qwen2Config(
-        hidden_size=64, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
-        num_key_value_heads=2, vocab_size=64,
-    )  # fmt: skip
-    model = transformers.Qwen2ForCausalLM(tiny).to(device).bfloat16()
-    ids = torch.zeros(1, 8, dtype=torch.long, device=device)
-    model(input_ids=ids, labels=ids).loss.backward()
-    if device == "cuda":
-        torch.cuda.synchronize()
-        return
-    keep_heap_tight()
-    small = dataclasses.replace(config, shape="tiny", cap=0.0)
-    engine = engines.make(small.setting(device, {}))
-    ids = torch.zeros(1, config.tokens, dtype=torch.long)
-    for _ in range(3):
-        engine.backward(engine.loss_of(ids))
-        engine.step()
-    import trainstream
-
-    trainstream.unwrap(engine.model)
-    del engine, model
-    release_free_memory(collect=True)
-
-
-def plan_in_use(session: Any) -> dict[str, Any]:
-    """Where everything is, and what becomes of activations."""
-    plan = session.plan
-    return {
-        "places": ["settled" if block.settled else block.tier for block in plan.blocks],
-        "policies": list(plan.policy),
-        "moments": plan.numerics.moment_dtype,
-        "slots": plan.slots,
-        "prefetch_depth": plan.prefetch_depth,
-    }
 
 
 def run_worker(config: Config, args: argparse.Namespace, forced: dict[str, Any]) -> dict[str, Any]:
@@ -357,7 +280,7 @@ def probe(config: Config) -> dict[str, Any]:
     import trainstream  # noqa: F401 -- the baseline
     from trainstream._budget import host_used
 
-    warm_up("cpu", config)
+    predicted_run.warm_up("cpu", config)
     return {"others_bytes": host_used()}
 
 
@@ -500,7 +423,7 @@ def calibrate(lines: list[dict[str, Any]]) -> dict[str, Any]:
 
     best = constants()
     before = loss(best)
-    for which, names in ((1, ("saved", "work")), (0, ("traffic", "host_work", "adapter_kernels", "beside"))):
+    for which, names in ((1, ("saved", "work")), (0, seconds_of(good))):
         least = loss(best)[which]
         for width in (1.0, 0.5, 0.25, 0.1, 0.05, 0.02):
             improved = True
@@ -521,6 +444,13 @@ def calibrate(lines: list[dict[str, Any]]) -> dict[str, Any]:
         "step_error": [round(math.expm1(math.sqrt(v[0] / count)), 4) for v in (before, after)],
         "peak_error": [round(math.expm1(math.sqrt(v[1] / count)), 4) for v in (before, after)],
     }
+
+
+def seconds_of(lines: list[dict[str, Any]]) -> tuple[str, ...]:
+    """Constants that the seconds of these lines depend on."""
+    if all(line["device"] == "cpu" for line in lines):
+        return "traffic", "host_work", "adapter_kernels", "beside"
+    return "gpu_traffic", "gpu_host_work", "adapter_kernels", "beside", "captured", "captured_back", "outside"
 
 
 def arguments() -> argparse.Namespace:
@@ -556,7 +486,7 @@ def main() -> None:
         if args.worker.startswith("probe:"):
             line = probe(Config.parse(args.worker.removeprefix("probe:")))
         else:
-            line = worker(Config.parse(args.worker), args.device, json.loads(args.options))
+            line = predicted_run.measured(Config.parse(args.worker), args.device, json.loads(args.options))
         print(json.dumps(line), flush=True)
         return
     with contextlib.ExitStack() as stack:

@@ -108,6 +108,7 @@ def test_wrap_and_plan_agree(case):
         packings=[packing_of(name) for name in (("none", "int8", "nf4") if lora else ("none",))],
         moments=formats[:1] if lora else formats,
         prefer=prefer,
+        capture=not cpu,  # as wrap() does by itself
     )
     model = model_of(config, lora)
     ask = {"plan_tokens": tokens, "prefer": prefer}

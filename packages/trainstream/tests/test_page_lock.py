@@ -33,7 +33,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing:Futu
 def decided(lock, disk=0, **options):
     """Adapters on a base of which little fits the device."""
     model = model_of(config_of(), lora=True)
-    checked = WrapOptions.from_kwargs(quantize="none", plan_tokens=16, **options)
+    checked = WrapOptions.from_kwargs(quantize="none", plan_tokens=16, capture=False, **options)
     blocks = find_blocks(model)
     inventory = Inventory(model, block_map(model), blocks)
     bounds = Limits(Budgets(500 << 10, 64 << 20, disk, lock), None, lambda: 0, 500 << 10)

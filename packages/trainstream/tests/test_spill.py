@@ -180,6 +180,47 @@ def test_a_step_without_a_pass_says_nothing(monkeypatch):
     assert governor.offloads == 0
 
 
+def test_where_the_link_is_what_a_step_waits_for_nothing_is_tried(monkeypatch):
+    governor = Stub()
+    made, told, clock = spill(monkeypatch, governor, link=lambda: 0.88)
+    made.measure_room()
+    offered = set()
+
+    def seconds(offloads):
+        offered.add(offloads)
+        return 1.0
+
+    assert play(made, governor, clock, seconds) == 2
+    assert offered == {0}
+    assert governor.offloads == governor.flight == 0
+    assert "no block offloads: the link is busy for 88% of a step in which they recompute" in told[-1]
+
+
+def test_steps_that_record_are_no_measure(monkeypatch):
+    """A step that records takes ten times as long, whatever offloads: each change of policy is recorded."""
+    governor = Stub()
+    now = {"offloads": None, "age": 0}
+    made, told, clock = spill(monkeypatch, governor, steady=lambda: now["age"] > 2)
+    made.measure_room()
+
+    def seconds(offloads):
+        now["age"] = now["age"] + 1 if offloads == now["offloads"] else 1
+        now["offloads"] = offloads
+        return (1.0 + 0.1 * offloads) * (1.0 if now["age"] > 2 else 10.0)
+
+    play(made, governor, clock, seconds)
+    assert governor.offloads == 1
+    assert "1 blocks offload; a step takes 10% longer" in told[-1]
+
+
+def test_steps_that_never_are_a_measure_are_not_waited_for_without_end(monkeypatch):
+    governor = Stub()
+    made, _, clock = spill(monkeypatch, governor, steady=lambda: False)
+    made.measure_room()
+    play(made, governor, clock, lambda offloads: 1.0)
+    assert governor.offloads == 10
+
+
 def test_the_arena_s_growth_is_what_is_not_there_yet(monkeypatch):
     before = registry.host_allocator()
     try:

@@ -54,7 +54,7 @@ def weights_of(model):
 
 def test_with_room_trained_weights_settle_and_their_state_may_follow():
     model = model_of()
-    decided, inventory = decided_for(model, None, Budgets(LOTS, LOTS, LOTS))
+    decided, inventory = decided_for(model, None, Budgets(LOTS, LOTS, LOTS), capture=False)
     everything = frozenset(range(len(inventory.units)))
     assert decided.layout.paged == decided.settling == everything
     assert set(decided.layout.settled) == everything

@@ -120,7 +120,7 @@ def test_constants_are_others_for_a_while():
     spec, job, room = model((4,)), Job(seq_len=64), Room(1 << 30, 1 << 30)
     choice = search(spec, job, HARDWARE, room).choice
     now = predict(spec, job, HARDWARE, choice)
-    with using(Constants(saved=2.0, traffic=64.0)):
+    with using(Constants(saved=2.0, gpu_traffic=64.0)):
         other = predict(spec, job, HARDWARE, choice)
     assert other.activation_bytes > now.activation_bytes
     assert other.busy_s["gpu"] > now.busy_s["gpu"]

@@ -2,10 +2,10 @@
 
 import dataclasses
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ts_core.constants import constants
 from ts_core.errors import DoesNotFitError
 from ts_core.job import Choice, Job, Room, Setting, assumed_profile
 from ts_core.recorded import recorded
@@ -55,8 +55,10 @@ def test_memory_of_recordings_is_on_top_and_grows_with_what_is_recorded(tokens, 
     assert captured.host_bytes == plain.host_bytes
     assert longer.device_bytes >= captured.device_bytes
     assert captured.busy_s["launch"] < plain.busy_s["launch"]
+    launches = constants().captured + constants().captured_back
     if policy == 2:  # a replay of backward has the second forward pass in
-        assert captured.busy_s["launch"] == pytest.approx(2 * 4 * hardware.launch_s * 16)
+        assert captured.busy_s["launch"] <= 4 * hardware.launch_s * launches * (1 + 1e-9)
+        assert captured.busy_s["launch"] <= plain.busy_s["launch"] / 2 * (1 + 1e-9)
 
 
 @given(device=st.integers(1 << 20, 64 << 20), lora=st.booleans())

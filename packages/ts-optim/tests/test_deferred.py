@@ -874,3 +874,32 @@ def test_the_thread_pool_serves_several_threads_at_once(threads, seed):
     for mine in sets:
         for a, b in zip(mine[:5], want[:5], strict=True):
             assert_bit_equal(a[0], b[0])
+
+
+@pytest.mark.parametrize("piece", [1, 6, 1000])
+def test_the_last_large_update_is_cut_and_has_the_same_bits(piece, monkeypatch):
+    monkeypatch.setattr(deferred, "_PIECE", piece)
+    calls = []
+
+    class Noted:
+        def adamw_step_(self, *arguments):
+            calls.append(len(arguments[0]))
+            NATIVE.adamw_step_(*arguments)
+
+        def __getattr__(self, name):
+            return getattr(NATIVE, name)
+
+    ours, theirs = [guarded(p, 3) for p in parameters()], parameters()
+    a, b = OffloadAdamW(ours, lr=1e-2, max_grad_norm=0.1), OffloadAdamW(theirs, lr=1e-2, max_grad_norm=0.1)
+    for seed in range(3):
+        fill(ours, seed)
+        fill(theirs, seed)
+        b.step()
+        with monkeypatch.context() as patch:
+            calls.clear()
+            patch.setattr(kernel, "_C", Noted())
+            a.step()
+            a.synchronize()
+        assert sum(calls) == len(SHAPES)
+        assert (len(calls) > 1) == (piece < 1000)
+    same_state(a, b, ours, theirs)

@@ -49,11 +49,14 @@ class Arena : public std::enable_shared_from_this<Arena> {
     kClosed,
   };
 
-  explicit Arena(std::shared_ptr<HostPool> pool, int64_t slab_bytes);
+  // slab_bytes: of slabs that are reserved ahead. step_bytes, no more than that: of those that are
+  // made when a request finds no room, so that the last one, half empty, is not a large one.
+  Arena(std::shared_ptr<HostPool> pool, int64_t slab_bytes, int64_t step_bytes);
   ~Arena();
 
-  // Hands out a piece of `bytes` > 0. Memory is made where there is none: slab by slab, or one slab
-  // of exactly this size if it is larger than a slab. Waits for that at most timeout_us.
+  // Hands out a piece of `bytes` > 0. Memory is made where there is none: step by step, or one slab
+  // of exactly this size if it is larger than half a step (than a step, where that is a slab).
+  // Waits for that at most timeout_us.
   // limit: bytes of all slabs at most. device: who page-locks; < 0: nobody.
   Outcome allocate(int64_t bytes, int64_t limit, int device, int64_t timeout_us, Piece* piece);
   // The same of what is there already; nothing is made.
@@ -65,8 +68,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   int64_t reserve(int64_t bytes, int64_t limit, int device);
   // Waits until what was reserved is there. False: not within timeout_us.
   bool wait_reserved(int64_t timeout_us);
-  // Lets go of slabs that hold nothing until `keep_bytes` or less are left; returns what went.
+  // Lets go of slabs that hold nothing until `keep_bytes` or less are left, and of what is reserved
+  // beyond that and not there yet, unless a request waits for it; returns what went.
   int64_t trim(int64_t keep_bytes);
+  // Lets go of slabs that have held nothing during the latest `calls` calls; returns what went.
+  int64_t trim_unused(int64_t calls);
   // Ends the thread and lets go of the slabs; one that holds pieces goes with the last of them.
   void close();
   bool mine() const;
@@ -75,7 +81,8 @@ class Arena : public std::enable_shared_from_this<Arena> {
  private:
   struct Slab {
     HostBlock memory;
-    bool own = false;  // made for one request larger than a slab
+    bool own = false;  // made for one large request
+    int64_t used = 0;  // trim_unused() calls before something was taken or given back
     int64_t live_bytes = 0;
     int64_t pieces = 0;
     std::map<int64_t, int64_t> free;  // offset -> bytes, never two side by side
@@ -83,6 +90,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   struct Growth {
     int64_t bytes;
     bool own;
+    bool ahead;  // nobody waits for it
   };
   using Dropped = std::vector<HostBlock>;
 
@@ -94,11 +102,15 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool hurry(int64_t bytes);
   int64_t make_way(int64_t bytes, int64_t limit, Dropped* dropped);
   void drop_slab(int64_t number, Dropped* dropped);
+  void replace_own(int64_t bytes, Dropped* dropped);
+  void drop_ahead(int64_t keep_bytes, bool below);
   void start(Growth growth, bool first);
   void grow();
 
   const std::shared_ptr<HostPool> pool_;
   const int64_t slab_bytes_;
+  const int64_t step_bytes_;
+  const int64_t own_bytes_;  // a larger request has a slab of its own
   const int64_t page_;
   const int owner_;
   std::mutex mutex_;
@@ -108,7 +120,11 @@ class Arena : public std::enable_shared_from_this<Arena> {
   int64_t next_slab_ = 0;
   int64_t reserved_bytes_ = 0;
   std::deque<Growth> queue_;
-  int64_t making_bytes_ = 0;  // of the slab that the thread makes now
+  int64_t making_bytes_ = 0;   // of the slab that the thread makes now
+  bool making_ahead_ = false;  // and nobody waits for it
+  bool unwanted_ = false;      // nor is it to stay, then
+  int64_t target_bytes_ = 0;   // what was reserved
+  int64_t calls_ = 0;          // of trim_unused
   int64_t coming_bytes_ = 0;  // that, and the queue
   int device_ = -1;
   double lock_seconds_ = 0;

@@ -62,8 +62,8 @@ nb::tuple host_empty(const Pool& pool, int64_t nbytes, bool pin, int device) {
 
 class HostArena {
  public:
-  HostArena(const Pool& pool, int64_t slab_bytes)
-      : arena_(std::make_shared<Arena>(pool.pool, slab_bytes)) {}
+  HostArena(const Pool& pool, int64_t slab_bytes, int64_t step_bytes)
+      : arena_(std::make_shared<Arena>(pool.pool, slab_bytes, step_bytes)) {}
   ~HostArena() {
     if (arena_->mine())
       close();
@@ -105,6 +105,11 @@ class HostArena {
     expect_arena();
     const nb::gil_scoped_release release;
     return arena_->trim(keep_bytes);
+  }
+  int64_t trim_unused(int64_t calls) {
+    expect_arena();
+    const nb::gil_scoped_release release;
+    return arena_->trim_unused(calls);
   }
   void close() {
     if (!arena_->mine()) return;
@@ -197,12 +202,13 @@ void bind_memory(nb::module_& m) {
       .def_prop_ro("pageable_bytes",
                    [](const Pool& self) { return self.pool->pageable_bytes.load(); });
   nb::class_<HostArena>(m, "Arena")
-      .def(nb::init<const Pool&, int64_t>(), "pool"_a, "slab_bytes"_a)
+      .def(nb::init<const Pool&, int64_t, int64_t>(), "pool"_a, "slab_bytes"_a, "step_bytes"_a)
       .def("empty", &HostArena::empty, "nbytes"_a, "limit"_a, "device"_a)
       .def("find", &HostArena::find, "nbytes"_a)
       .def("reserve", &HostArena::reserve, "nbytes"_a, "limit"_a, "device"_a)
       .def("synchronize", &HostArena::synchronize)
       .def("trim", &HostArena::trim, "keep_bytes"_a)
+      .def("trim_unused", &HostArena::trim_unused, "calls"_a)
       .def("close", &HostArena::close)
       .def("info", &HostArena::info);
   m.def("pinned_bytes", &pinned_bytes);

@@ -41,11 +41,12 @@ class Arena(RuleBasedStateMachine):
     """Random calls beside a list of what is alive."""
 
     ceiling = None
+    step = SLAB
 
     def __init__(self):
         super().__init__()
         _C.simulate_pinning(not torch.cuda.is_available())
-        self.arena = make(ceiling=self.ceiling)
+        self.arena = make(ceiling=self.ceiling, step_bytes=self.step)
         self.live = []  # (tensor, value that fills it, in a slab)
         self.value = 0
         self.peak = 0
@@ -110,6 +111,26 @@ class Arena(RuleBasedStateMachine):
         assert after.live_bytes == before.live_bytes
         assert after.reserved_bytes <= keep or all(slab.live_bytes for slab in after.slabs)
 
+    @rule(nbytes=st.integers(0, 6 * SLAB), keep=st.integers(0, 3 * SLAB))
+    def trim_what_is_coming(self, nbytes, keep):
+        self.arena.reserve(nbytes)
+        self.arena.trim(keep)
+        self.arena.synchronize()
+        stats = self.arena.stats()
+        assert stats.coming_bytes == 0
+        assert stats.reserved_bytes <= keep or all(slab.live_bytes for slab in stats.slabs)
+
+    @rule(calls=st.integers(0, 3))
+    def trim_unused(self, calls):
+        before = self.arena.stats()
+        gone = self.arena.trim_unused(calls)
+        for _ in range(calls):
+            gone += self.arena.trim_unused(calls)
+        after = self.arena.stats()
+        assert after.reserved_bytes == before.reserved_bytes - gone
+        assert after.live_bytes == before.live_bytes
+        assert all(slab.live_bytes for slab in after.slabs)
+
     @rule()
     def free_all(self):
         self.live.clear()
@@ -140,6 +161,22 @@ class Arena(RuleBasedStateMachine):
 
 class CappedArena(Arena):
     ceiling = 3 * SLAB + PAGE
+
+
+class SteppedArena(Arena):
+    step = 4 * PAGE
+
+
+class CappedSteppedArena(CappedArena):
+    step = 4 * PAGE
+
+
+class TestSteppedArena(SteppedArena.TestCase):
+    settings = settings(stateful_step_count=30)
+
+
+class TestCappedSteppedArena(CappedSteppedArena.TestCase):
+    settings = settings(stateful_step_count=30)
 
 
 class TestArena(Arena.TestCase):
@@ -181,12 +218,102 @@ def test_a_long_run_does_not_fragment(seed):
     assert pinned_bytes() == arena.pinned_bytes == 0
 
 
-def test_growing_requests_leave_no_trail():
-    arena = make()
+@pytest.mark.parametrize("step", [SLAB, 4 * PAGE])
+def test_growing_requests_leave_no_trail(step):
+    arena = make(step_bytes=step)
     for pages in range(17, 80):
         arena.empty(pages * PAGE)
     assert arena.reserved_bytes == 79 * PAGE
     assert len(arena.stats().slabs) == 1
+
+
+def a_pass(arena, blocks, sizes):
+    """Activations of a training step: all are there at its turn, and none at its end."""
+    held = [arena.empty(size) for _ in range(blocks) for size in sizes]
+    peak = arena.live_bytes
+    while held:
+        held.pop()
+    return peak
+
+
+@given(
+    weights=st.lists(st.integers(1, 12 * PAGE), max_size=20),
+    sizes=st.lists(st.integers(1, 6 * PAGE), min_size=1, max_size=6),
+    tried=st.integers(1, 24),
+    used=st.integers(0, 6),
+    returning=st.sets(st.integers(0, 19)),
+)
+@settings(max_examples=60, deadline=None)
+def test_what_was_only_tried_does_not_stay(weights, sizes, tried, used, returning):
+    """Many blocks offload for a step, then few: what is reserved follows what is used."""
+    _C.simulate_pinning(not torch.cuda.is_available())
+    step = 8 * PAGE
+    arena = make(step_bytes=step, slab_bytes=8 * SLAB)
+    arena.reserve(sum(map(rounded, weights)))
+    kept = [arena.empty(size) for size in weights]
+    for _ in range(2):
+        a_pass(arena, tried, sizes)
+    kept = [tensor for index, tensor in enumerate(kept) if index not in returning]
+    arena.trim()
+    arena.synchronize()
+    stats = arena.stats()
+    assert stats.coming_bytes == 0
+    assert all(slab.live_bytes for slab in stats.slabs)
+    before = stats.reserved_bytes
+    for _ in range(3):
+        peak = a_pass(arena, used, sizes)
+    # A slab of their own has less than a page to spare; of the others only the last may be half empty, and
+    # no other one has as much free as the largest request that goes there.
+    shared = [size for size in sizes if size <= step // 2]
+    waste = (max(shared, default=0) + ALIGN) * (2 * (peak - sum(map(rounded, map(len, kept)))) // step + 1)
+    pages = PAGE * used * len(sizes)
+    assert arena.reserved_bytes <= before + peak - sum(map(len, kept)) + step + waste + pages
+    arena.close()
+
+
+def test_a_step_leaves_little_beyond_what_it_uses():
+    """As an offloading run does: most bytes in large tensors, and a slab is as large as all of them."""
+    arena = make(slab_bytes=64 * SLAB, step_bytes=SLAB)
+    for _ in range(2):
+        peak = a_pass(arena, 7, [5 * SLAB // 4, SLAB // 8, 3 * SLAB // 4])
+    assert peak <= arena.reserved_bytes <= peak + SLAB
+
+
+def test_what_holds_nothing_for_long_goes():
+    arena = make()
+    lasting = arena.empty(PAGE)
+    a_pass(arena, 6, [SLAB])
+    reserved = []
+    for _ in range(6):
+        a_pass(arena, 2, [SLAB])
+        arena.trim_unused(3)
+        reserved.append(arena.reserved_bytes // SLAB)
+    assert reserved == [7, 7, 7, 3, 3, 3]
+    del lasting
+    for _ in range(4):
+        arena.trim_unused(3)
+    assert arena.reserved_bytes == 0
+
+
+def test_what_is_reserved_ahead_can_be_taken_back():
+    arena = make()
+    arena.reserve(4096 * SLAB)
+    piece = arena.empty(2 * SLAB)  # it is a part of what was reserved
+    assert arena.stats().reserved_bytes + arena.stats().coming_bytes == 4096 * SLAB
+    arena.trim()
+    arena.synchronize()
+    assert arena.reserved_bytes == 2 * SLAB
+    assert arena.reserve(3 * SLAB) == 3 * SLAB  # and what is asked for again comes
+    arena.synchronize()
+    assert arena.reserved_bytes == 3 * SLAB
+    del piece
+
+
+def test_the_last_slab_of_a_reservation_is_no_larger_than_it_has_to_be():
+    arena = make(slab_bytes=8 * SLAB, step_bytes=SLAB)
+    assert arena.reserve(17 * SLAB + 1) == 18 * SLAB
+    arena.synchronize()
+    assert [slab.nbytes for slab in arena.stats().slabs] == [8 * SLAB, 8 * SLAB, 2 * SLAB]
 
 
 def test_sizes_are_exact():
@@ -403,12 +530,12 @@ def test_no_memory_at_all_is_a_memory_error():
 
 def test_bad_sizes_are_refused():
     arena = make()
-    for call in (arena.empty, arena.reserve, arena.trim):
+    for call in (arena.empty, arena.reserve, arena.trim, arena.trim_unused):
         with pytest.raises(ArgumentError, match="expected an integer >= 0, given -1"):
             call(-1)
         with pytest.raises(OptionError):
             call(1.5)
-    for options in ({"ceiling": "much"}, {"slab_bytes": "big"}, {"slab_bytes": 0}):
+    for options in ({"ceiling": "much"}, {"slab_bytes": "big"}, {"slab_bytes": 0}, {"step_bytes": 0}):
         with pytest.raises(OptionError):
             HostArena(**options)
 

@@ -12,6 +12,8 @@ from torch import nn
 
 from ts_core.errors import DoesNotFitError
 from ts_core.testing import assert_bit_equal
+from ts_paging.blockmode import BlockMode
+from ts_paging.captured import Captures
 from ts_paging.governor import ActivationGovernor
 from ts_paging.pager import WeightPager
 
@@ -301,6 +303,42 @@ def test_blocks_of_integers_are_measured_too():
     governor.learn(0)
     forward()
     assert governor.policies == ["recompute", "keep"]
+
+
+@pytest.mark.parametrize("rows", [1, 4, 5])
+def test_up_to_a_size_nothing_is_kept_where_computation_is_idle(rows):
+    model, _, governor, _ = measured(0)
+    governor.idle_to = 4 * 4 * WIDTH  # bytes of 4 rows
+    model(batch(rows))
+    assert governor.policies == ["keep" if rows > 4 else "recompute"] * DEPTH
+
+
+def test_bytes_set_aside_for_recordings_are_not_kept():
+    each = saved_bytes(4)
+    model, _, governor, _ = measured(0, room=100 + 3 * each)
+    governor.aside = each
+    model(batch())
+    assert governor.policies.count("keep") == 2
+
+
+@pytest.mark.parametrize("keep", range(DEPTH + 1))
+@pytest.mark.parametrize("captured", [False, True])
+def test_blocks_with_recordings_of_their_own_keep_first(captured, keep):
+    """Those that share recordings have one policy as long as there is no room for more."""
+    model, pager, governor, _ = measured(0, room=100 + keep * saved_bytes(4))
+    pager.settle(["blocks.0", "blocks.1"])
+    if captured:
+        pager.block_mode = BlockMode(Captures(pager.device))
+    step(model, batch())
+    kept = [index for index, policy in enumerate(governor.policies) if policy == "keep"]
+    assert kept == sorted(([2, 3, 0, 1] if captured else [0, 1, 2, 3])[DEPTH - keep :])
+
+
+def test_passes_are_counted():
+    model, _, governor, _ = measured(0)
+    for rows in (1, 2):
+        step(model, batch(rows))
+    assert (governor.passes, governor.passed) == (3, (4 + 1 + 2) * 4 * WIDTH)
 
 
 def test_several_passes_in_flight():

@@ -48,7 +48,7 @@ class Link:
     def __init__(self):
         self.tickets, self.held, self.nbytes, self.dtypes = [], True, 0, []
 
-    def d2h_many(self, dsts, srcs):
+    def d2h_many(self, dsts, srcs, **order):
         self.nbytes += sum(src.nbytes for src in srcs)
         self.dtypes.append([src.dtype for src in srcs])
         self.tickets.append(Ticket(list(zip(dsts, srcs, strict=True)), self.held))
@@ -320,3 +320,22 @@ def test_nothing_is_made_narrow_that_has_to_be_added_to(device):
         torch.autograd.backward([Through.apply(anchor, sink, parameter, device)], [grad.to(device)])
         assert torch.equal(parameter.grad, 1 + grad)
     assert not calls
+
+
+def test_a_sum_of_several_uses_is_not_held_up_by_the_gradients_before_it(link, monkeypatch):
+    orders = []
+
+    def d2h_many(dsts, srcs, **order):
+        orders.append(order)
+        return link.d2h_many(dsts, srcs)
+
+    monkeypatch.setattr(sink_module, "d2h_many", d2h_many)
+    sink = GradientSink()
+    sink.late = True
+    shared, other = made(sink), made(sink)
+    sink.shared = {id(shared)}
+    grad = torch.randn(3, 5)
+    send(sink, other, grad)
+    send(sink, shared, grad, grad)
+    assert [order["priority"] for order in orders] == [0, 1]
+    assert torch.equal(shared.grad, grad + grad)

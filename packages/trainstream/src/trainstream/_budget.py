@@ -4,24 +4,34 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from trainstream import _session
-from trainstream._copies import page_lock
+from trainstream._copies import give_back, page_lock
 from trainstream._options import WrapOptions
-from ts_core import memory
+from ts_core import memory, registry
 from ts_core.headroom import arena_growth, unplanned
+from ts_core.memory import format_bytes
 from ts_core.planner import Budgets
-from ts_core.usage import CONTEXT_BYTES, host_usage, release_free_memory
+from ts_core.usage import CONTEXT_BYTES, device_usage, host_usage, release_free_memory
 from ts_optim.gradients import gradient_of
+from ts_paging.arena import HostArena
 from ts_paging.files import locate
 from ts_quant import QuantizedTensor
 
-__all__ = ["Limits", "host_used", "limits"]
+if TYPE_CHECKING:
+    from trainstream._session import Session
+
+__all__ = [
+    "Limits", "cap_device", "context_bytes", "corrected", "host_used", "keep_to_budget", "limits",
+    "return_ram", "return_unused_slabs",
+]  # fmt: skip
+
+_NOTICED = 4 << 20  # bytes from which on a limit follows what is held beside PyTorch
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,6 +46,9 @@ class Limits:
         device_cap: Bytes that PyTorch may reserve on the GPU, where ``vram_budget`` was given.
         others: Bytes that something else in this process uses of the budget already.
         hard: On a CPU run, what `used` may not exceed in any case; None: `room`.
+        vram_budget: What was given; then `cap` is that, less what the process holds beside PyTorch's memory.
+        free: Bytes that the GPU has for this model, whatever the budget.
+        share: Of what may be used, what is planned with.
     """
 
     budgets: Budgets
@@ -45,6 +58,105 @@ class Limits:
     device_cap: int | None = None
     others: int = 0
     hard: int | None = None
+    vram_budget: int | None = None
+    free: int = 0
+    share: float = 1.0
+
+
+def cap_device(device: torch.device, cap: int | None) -> None:
+    """Let PyTorch reserve no more than this on a GPU; None lifts the limit."""
+    if device.type == "cuda":
+        total = torch.cuda.get_device_properties(device).total_memory
+        torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(cap / total, 1.0), device)
+
+
+def context_bytes(device: torch.device) -> int | None:
+    """Return what this process holds of a GPU beside what PyTorch has reserved; None if nobody can say.
+
+    That is the CUDA context, the code and the workspaces of libraries, and what recorded graphs take.
+    """
+    found = device_usage(device)
+    if not found.source.startswith("nvml"):
+        return None
+    return max(found.used_bytes - int(torch.cuda.memory_reserved(device)), 0)
+
+
+def corrected(bounds: Limits, device: torch.device) -> Limits:
+    """Return limits of a GPU that leave room for what the process really holds beside PyTorch's memory.
+
+    Args:
+        bounds: The limits until now.
+        device: The GPU.
+
+    Returns:
+        Others, or the same ones where there is no budget, nobody can say, or next to nothing has changed.
+    """
+    if bounds.vram_budget is None or bounds.cap is None:
+        return bounds
+    held = context_bytes(device)
+    if held is None:
+        return bounds
+    cap = max(bounds.vram_budget - held, 0)
+    if abs(cap - bounds.cap) < _NOTICED:
+        return bounds
+    usable = int(min(bounds.free, cap - bounds.others) * bounds.share)
+    return dataclasses.replace(
+        bounds,
+        budgets=dataclasses.replace(bounds.budgets, device=usable),
+        cap=cap,
+        room=usable + bounds.others,
+        device_cap=cap,
+    )
+
+
+def keep_to_budget(session: Session, bounds: Limits, device: torch.device, peak: int) -> tuple[Limits, bool]:
+    """Let a session keep to its budget by what it holds of the GPU in all, between two steps.
+
+    What has no room within the corrected limits leaves the device; then the session adapts no more.
+
+    Args:
+        session: What adapts.
+        bounds: Its limits until now.
+        device: The GPU.
+        peak: Bytes that the latest step took.
+
+    Returns:
+        The limits from now on, and whether anything had to leave.
+    """
+    found = corrected(bounds, device)
+    if found is bounds or found.cap is None:
+        return bounds, False
+    session.relief.places.limits = found
+    governor = session.tuner.governor if session.tuner is not None else None
+    kept = 0
+    if governor is not None:
+        governor.limit = governor.room = found.room
+        kept = governor.kept
+    if torch.cuda.memory_reserved(device) > found.cap:
+        torch.cuda.empty_cache()
+    cap_device(device, found.device_cap)
+    held = (found.vram_budget or 0) - found.cap
+    session.events.add(
+        f"vram_budget: this process holds {format_bytes(held)} of {device} beside PyTorch's memory: "
+        f"{format_bytes(found.room)} can be used, {format_bytes(bounds.room)} before"
+    )
+    over = max(found.used() - found.room, peak - kept - found.cap)
+    if over > 0:
+        session.relief.make_room(over, "what libraries hold of the device counts for vram_budget")
+    return found, over > 0
+
+
+def return_ram() -> None:
+    """Return RAM that nothing is in any more: slabs, what the C library keeps, tensors held in cycles."""
+    give_back()
+    release_free_memory(collect=True)
+
+
+def return_unused_slabs() -> None:
+    """Return page-locked slabs that have held nothing for many steps; called once a step."""
+    arena = registry.host_allocator()
+    if isinstance(arena, HostArena):
+        arena.trim_unused()
 
 
 def host_used() -> int:
@@ -141,6 +253,7 @@ def _device_limits(
 ) -> Limits:
     own = sum(t.numel() * t.element_size() for t in tensors if t.device == device)
     allocated = torch.cuda.memory_allocated(device)
+    fresh = others is None
     if others is None:
         others = max(allocated - own, 0)
     else:
@@ -148,13 +261,20 @@ def _device_limits(
     now = memory.device_budget(device)
     free = now.available_bytes + now.cached_bytes + own
     cap = None
+    share = 1 - options.vram_headroom
+    usable = int(free * share)
     if options.vram_budget is not None:
-        cap = max(options.vram_budget - CONTEXT_BYTES, 0)
-        free = min(free, cap - others)
-    usable = int(free * (1 - options.vram_headroom))
+        held = context_bytes(device)
+        if fresh or held is None:  # libraries load more of their code with the first steps
+            held = max(held or 0, CONTEXT_BYTES)
+        cap = max(options.vram_budget - held, 0)
+        usable = int(min(free, cap - others) * share)
 
     def used() -> int:
         return torch.cuda.memory_allocated(device)
 
     room = usable + others
-    return Limits(Budgets(usable, ram - arena_growth(ram), disk), cap, used, room, cap, others)
+    return Limits(
+        Budgets(usable, ram - arena_growth(ram), disk), cap, used, room, cap, others,
+        vram_budget=options.vram_budget, free=free, share=share,
+    )  # fmt: skip

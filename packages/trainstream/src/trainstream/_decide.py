@@ -20,6 +20,7 @@ from trainstream._staging import frozen_weights
 from ts_core.blocks import BlockMap, parameter_bytes
 from ts_core.errors import DoesNotFitError
 from ts_core.hardware import HardwareProfile
+from ts_core.live import compute_bytes
 from ts_core.memory import format_bytes
 from ts_core.plan import BlockPlan, Numerics, Plan
 from ts_core.planner import Budgets, GroupSpec, Layout, least, place
@@ -28,6 +29,8 @@ from ts_optim import OffloadAdamW
 from ts_optim.placement import place_by_size
 from ts_paging.pager import WeightPager
 from ts_quant.precision import precise_names
+
+_AGAIN = 1.5  # with frozen weights, backward takes as long as forward, which comes once more
 
 __all__ = ["Decided", "decide", "make_plan", "optimizer_tier"]
 
@@ -54,6 +57,9 @@ class Decided:
         depth: Blocks that are fetched ahead.
         tokens: Of a micro-batch that was planned for; 0 where a run starts from the least memory.
         step_s: Seconds of a step under the plan, as predicted; 0 likewise.
+        gpu_s: Of these, seconds that the device computes; 0 likewise.
+        launch_s: Seconds that the host launches its work; 0 likewise.
+        token_bytes: Of a token as it comes into a block; 0 likewise.
     """
 
     codec: str
@@ -72,6 +78,25 @@ class Decided:
     depth: int = 1
     tokens: int = 0
     step_s: float = 0.0
+    gpu_s: float = 0.0
+    launch_s: float = 0.0
+    token_bytes: int = 0
+
+    def computing(self, nbytes: int, passes: int) -> float:
+        """Return the seconds that a step computes at most in which every block recomputes.
+
+        Args:
+            nbytes: Of what came into the first block, in all passes of the step.
+            passes: How many there were.
+
+        Returns:
+            The longer of what the device takes and of what the host takes to launch that; 0.0 if nothing
+            was predicted.
+        """
+        planned = self.tokens * self.token_bytes
+        decodes = passes if self.codec != "none" else 0  # that takes as long for few tokens
+        gpu = self.gpu_s * max(nbytes / planned, decodes) if planned else 0.0
+        return _AGAIN * max(gpu, self.launch_s * passes) if gpu else 0.0
 
 
 def decide(
@@ -129,6 +154,8 @@ def decide(
         if len(formats) > 1:
             why = [*why, _why_moments(found, formats, specs_of, bounds)]
         held = planned.prediction.activation_bytes if planned is not None else 0
+        busy = {} if planned is None else planned.prediction.busy_s
+        hidden = max((block.hidden for block in asked.spec.stack), default=0)
         return Decided(
             codec=found.codec,
             packed=packed,
@@ -146,6 +173,9 @@ def decide(
             depth=options.prefetch_depth if planned is None else planned.slots - 1,
             tokens=0 if planned is None else planned.tokens,
             step_s=0.0 if planned is None else planned.prediction.step_s,
+            gpu_s=busy.get("gpu", 0.0),
+            launch_s=busy.get("launch", 0.0),
+            token_bytes=0 if planned is None else hidden * compute_bytes(asked.spec),
         )
 
     slots = options.prefetch_depth + 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from trainstream._budget import Limits, limits
+from trainstream._budget import Limits, cap_device, context_bytes, limits
 from trainstream._copies import use_fast_copies
 from trainstream._paging import Tiers
 from trainstream._places import Places
@@ -22,16 +22,9 @@ from ts_optim import OffloadAdamW
 if TYPE_CHECKING:
     from trainstream._session import Session
 
-__all__ = ["Size", "cap_device", "set_budget"]
+__all__ = ["Size", "set_budget"]
 
 Size = int | str | None | EllipsisType
-
-
-def cap_device(device: torch.device, cap: int | None) -> None:
-    """Let PyTorch reserve no more than this on a GPU; None lifts the limit."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(cap / total, 1.0), device)
 
 
 def set_budget(session: Session, vram: Size, ram: Size, disk: Size) -> None:
@@ -85,7 +78,8 @@ def _least_layout(places: Places, bounds: Limits) -> Layout:
     except DoesNotFitError as error:
         cpu = places.tiers.device.type == "cpu"
         smallest = least(specs, forced=paged, settled=kept)
-        need = int(smallest * 1.3) + bounds.others + (4 << 20 if cpu else CONTEXT_BYTES)
+        beside = 4 << 20 if cpu else context_bytes(places.tiers.device) or CONTEXT_BYTES
+        need = int(smallest * 1.3) + bounds.others + beside
         raise DoesNotFitError(
             f"session.set_budget: {error}. What would help: {'ram' if cpu else 'vram'} of at least "
             f"{format_bytes(need)}. Nothing is changed"

@@ -2,7 +2,8 @@
 
 Offloading costs RAM and time on the link, recomputing costs computation. What RAM gives is bounded by what is
 free when the first step is over; what time it may cost is found out by trying: one step in which every block
-without room on the device recomputes, then one in which some of them offload instead.
+without room on the device recomputes, then one in which some of them offload instead. Where the first one
+waits for the link as it is, nothing is tried: offloading would add to what is short.
 """
 
 from __future__ import annotations
@@ -21,6 +22,9 @@ __all__ = ["Spill", "ram_for_activations"]
 _SHARE = 0.6  # of the RAM that is free
 _FLOOR = 4 << 30  # stays untouched, or a tenth of all RAM if that is more
 _TRIES = 3  # numbers of blocks that are tried
+_PATIENCE = 8  # steps in all that are waited for until one is a measure
+#: Share of a step that the link is busy, from which a step waits for it.
+LINK_BOUND = 0.7
 
 
 class Governor(Protocol):
@@ -94,6 +98,8 @@ class Spill:
         left: Returns what a RAM budget leaves, or None.
         clock: Seconds.
         flight: Bytes of the device that copies under way may hold.
+        steady: Whether the latest step is a measure: nothing was set up in it that later ones find there.
+        link: Returns the share of the latest step, as it will be once it is steady, that the link is busy.
     """
 
     governor: Governor
@@ -102,6 +108,8 @@ class Spill:
     left: Callable[[], int | None] = lambda: None
     clock: Callable[[], float] = time.perf_counter
     flight: int = 0
+    steady: Callable[[], bool] = lambda: True
+    link: Callable[[], float] = lambda: 0.0
 
     def __post_init__(self) -> None:
         """Begin with nothing known: nothing offloads until a step was measured."""
@@ -111,6 +119,7 @@ class Spill:
         self._plain: float | None = None
         self._mark: tuple[float, int] | None = None
         self._warm = False
+        self._waited = 0
 
     def measure_room(self) -> None:
         """Say once, as soon as the bytes of a block are known, for how many blocks RAM has room."""
@@ -142,14 +151,22 @@ class Spill:
                 if not self._count:
                     return False
                 return self._again()  # how long a step takes in which these blocks recompute
-            if seconds is None:
+            if seconds is None or self._unsteady():
                 return self._again()
+            share = self.link()
+            if share > LINK_BOUND:
+                self.give_up()
+                self._said(
+                    f"no block offloads: the link is busy for {share:.0%} of a step in which they recompute, "
+                    "and would have more to move"
+                )
+                return False
             self._plain = seconds
             return self._offload(self._count)
         if self._warm:  # the first one has page-locked the memory that is used from then on
             self._warm = False
             return self._again()
-        if seconds is None:
+        if seconds is None or self._unsteady():
             return self._again()
         cost = seconds / self._plain - 1.0
         if cost <= self.slowdown:
@@ -171,6 +188,12 @@ class Spill:
         self.governor.offloads = 0
         self.governor.flight = 0
         self.governor.refresh()
+
+    def _unsteady(self) -> bool:
+        """Whether to wait for a step that is a measure, which does not go on for ever."""
+        waits = not self.steady() and self._waited < _PATIENCE
+        self._waited += waits
+        return waits
 
     def _offload(self, count: int) -> bool:
         self._warm = self._tries == 0

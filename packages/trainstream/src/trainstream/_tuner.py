@@ -4,8 +4,13 @@ What activations and temporaries take is known only once a step has run, and a b
 one. So with a budget everything that can be paged starts paged and every block recomputes. Two steps are
 measured; then weights come back as far as the measured peak leaves room: first into slots of their own, so
 that they cross the link once a step, then wholly, with the state of their optimizer. Activations are kept in
-what is left; before that, where it is not the link or the optimizer that a step waits for. Without a budget,
-and with room for everything, only the optimizer's state comes back. None of this changes a bit of the result.
+what is left; before that, where it is not the link or the optimizer that a step waits for, and not at all
+where it waits for the link all the same. Without a budget, and with room for everything, only the optimizer's
+state comes back. None of this changes a bit of the result.
+
+The first steps are slow for reasons of their own: they record blocks and set libraries up. So the time that
+the link is busy is compared with what was predicted of computation, and with steps in which nothing was
+recorded; a peak counts once all is recorded that will be.
 """
 
 from __future__ import annotations
@@ -13,20 +18,20 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
-from trainstream._budget import Limits, host_used
+from trainstream._budget import Limits, host_used, keep_to_budget, return_ram, return_unused_slabs
 from trainstream._copies import let_go
 from trainstream._decide import Decided, optimizer_tier
 from trainstream._inventory import Inventory
 from trainstream._link import link_rate
 from trainstream._options import WrapOptions
 from trainstream._paging import Asked, Tiers
-from trainstream._spill import Spill
+from trainstream._spill import LINK_BOUND, Spill
 from trainstream._staging import bring_back
 from ts_core import registry
 from ts_core.memory import format_bytes
@@ -41,6 +46,7 @@ from ts_quant import QuantizedTensor
 if TYPE_CHECKING:
     from trainstream._places import Places
     from trainstream._session import Session
+    from ts_paging.captured import Captures
 
 __all__ = ["Tuner", "settle"]
 
@@ -50,7 +56,10 @@ _PIECES = 22 << 20  # PyTorch reserves memory for small and for larger tensors i
 #: What updates of weights in files may hold at most: an eighth of the RAM that may be used, and no more or
 #: less than this. A step can be seen to do without, if they happened to run beside nothing else.
 _LEASES, _LEAST_LEASES = 12 << 20, 3 << 20
-_LINK_BOUND = 0.7  # share of a step that the link is busy, from which a step waits for it
+_PATIENCE = 8  # steps in all that may go by until blocks are recorded: inputs may change their form each time
+_SEEN = 0.5  # share of a steady step that the link is seen to be busy, below which no prediction counts
+#: How much longer than computation the link has to be busy for that to be so in backward, which recomputes.
+_BESIDE = 1.5
 
 
 def settle(
@@ -79,6 +88,18 @@ def settle(
 def offloads_by_itself(device: torch.device) -> bool:
     """Whether activations go below the device without being asked to: to RAM, not to files."""
     return device.type == "cuda"
+
+
+def idle_in_pools(segments: Iterable[Mapping[str, Any]], index: int) -> int:
+    """Return the bytes of one device that pools of recordings hold, and no statistic of tensors counts.
+
+    Args:
+        segments: What ``torch.cuda.memory_snapshot`` returns.
+        index: Of the device.
+    """
+    pools = [s for s in segments if tuple(s.get("segment_pool_id", (0, 0))) != (0, 0)]
+    idle = [s for s in pools if s["device"] == index and not s["active_size"] and len(s["blocks"]) == 1]
+    return sum(int(s["total_size"]) for s in idle)
 
 
 class Tuner:
@@ -113,6 +134,7 @@ class Tuner:
         self._pager = pager
         self._inventory = inventory
         self._specs = decided.specs
+        self._computing = decided.computing
         self._paged = set(decided.layout.paged)
         self._settled = set(decided.layout.settled)
         self._settling = decided.settling
@@ -145,7 +167,11 @@ class Tuner:
             self.governor.hold = True
             with contextlib.suppress(torch.OutOfMemoryError):
                 self._rate = link_rate(tiers.device)  # now, before the first step takes all there is
-        self._since = (0.0, 0)
+        self._since = (0.0, 0, 0, 0)
+        self._high = 0  # largest peak since anything returned
+        self._whole = self._steady = True
+        self._made = (0, 0)
+        self._waited = 0
         forced = iter(want.paged)
         self._forced = [next(forced) if unit.group.kind == "block" else None for unit in inventory.units]
         self._linked = inventory.linked()
@@ -162,6 +188,8 @@ class Tuner:
             options.max_activation_slowdown,
             left=lambda: None if budget is None else int(budget) - host_used(),
             flight=flight + int(getattr(self._pager.activations, "max_ahead_bytes", 0)),
+            steady=lambda: self._steady,
+            link=self._share,
         )
 
     def share(self, places: Places) -> None:
@@ -208,11 +236,16 @@ class Tuner:
         torch.cuda.reset_peak_memory_stats(device)
         # What is free between tensors in use cannot be given back, and counts for the limit of the process.
         between = counted["inactive_split_bytes.all.peak"] + _PIECES
+        if self._captures() is not None:
+            index = torch.cuda.current_device() if device.index is None else device.index
+            look: Any = torch.cuda.memory_snapshot
+            between += idle_in_pools(look(), index)
         return int(min(reserved, counted["allocated_bytes.all.peak"] + between))
 
     def after_step(self, session: Session) -> None:
         """Take the measure of a step; bring groups back once enough is known."""
         if not session.adapting:
+            return_unused_slabs()  # of steps that offloaded more
             return
         self._steps += 1
         if self._cpu:
@@ -223,13 +256,23 @@ class Tuner:
         governor = self.governor
         if governor is not None and governor.base:
             governor.learn(max(peak - governor.base - governor.kept, 0))
+        self._look_at_recordings()
+        if not self._cpu:
+            self._limits, evicted = keep_to_budget(session, self._limits, self._tiers.device, peak)
+            if evicted:
+                return
         held = governor is not None and governor.hold
-        if self._steps == _MEASURED and held and governor is not None:
-            governor.hold = held = self._waits_for_others(session)
+        if self._steps == _MEASURED and held and not self._waits_for_others(session):
+            held = False
+            self._let_keep()
         if self._rounds < _ROUNDS and (self._steps > _MEASURED or held):
             self._advance(session, peak)
-        trying = self._try_to_offload(session)
-        self._since = (time.perf_counter(), self._pager.host_bytes)
+        elif held:
+            self._release(session)
+        trying = (governor is not None and governor.hold) or self._try_to_offload(session)
+        if not self._cpu and not self._whole:
+            torch.cuda.empty_cache()  # while blocks are recorded, nothing that is cached makes room
+        self._mark()
         policies = self._policies()
         self._write_down(session, policies)
         if self._rounds >= _ROUNDS and not trying:
@@ -242,6 +285,7 @@ class Tuner:
                 f"activations{away}; peak {format_bytes(peak)} of {format_bytes(self._limits.room)}"
             )
             self.stop()
+            return_ram()  # what was tried has taken some that is needed no more
             if not self._paged and governor is None and not self._want.hooked:
                 self._pager.detach()
 
@@ -259,18 +303,112 @@ class Tuner:
         if self._spill is not None:
             self._spill.give_up()
 
+    def _captures(self) -> Captures | None:
+        mode = self._pager.block_mode
+        return None if mode is None else mode.captures
+
+    def _look_at_recordings(self) -> None:
+        """Find out whether all blocks are recorded that will be, and whether the latest step recorded any."""
+        mode, captures = self._pager.block_mode, self._captures()
+        if mode is None or captures is None:
+            return
+        made = captures.generation, captures.recordings
+        # A form of inputs is looked at in one pass, recorded in the next and replayed from then on.
+        self._whole = len(self._pager.blocks) <= captures.replayed(mode.turn) + len(mode.reasons)
+        self._steady = self._whole and made == self._made
+        self._made = made
+        governor = self.governor
+        if self._whole and governor is not None and governor.kept:
+            governor.aside = 0  # such recordings are there, and were measured
+
+    def _wait_until(self, reached: bool) -> bool:
+        """Whether to wait for another step, which does not go on for ever."""
+        waits = not reached and self._waited < _PATIENCE
+        self._waited += waits
+        return waits
+
+    def _let_keep(self) -> None:
+        """Let activations have what is left, beside the recordings of blocks that keep them."""
+        governor, captures = self.governor, self._captures()
+        if governor is not None:
+            governor.hold = False
+            governor.aside = captures.pool_bytes() if captures is not None else 0
+
     def _advance(self, session: Session, peak: int) -> None:
         """Go one round on, or be done."""
         if self._steps < _MEASURED:
             return
+        self._high = max(self._high, peak)
+        if self._wait_until(self._whole):
+            return
         self._rounds += 1
-        if self._bring_back(session, self._limits.room - peak) and self._rounds < _ROUNDS:
+        room = self._limits.room - self._high - self._first_recordings()
+        self._high = 0
+        brought = self._bring_back(session, room)
+        if brought:
+            self._whole = self._steady = self._captures() is None
+        if brought and self._rounds < _ROUNDS:
             return
         self._rounds = _ROUNDS
+        if self.governor is not None and self.governor.hold:
+            self._release(session)
+
+    def _first_recordings(self) -> int:
+        """Return what recordings of a block take whose weights do not stream, where there are none so far."""
+        captures = self._captures()
+        if captures is None or any(b.slot is None or b.slot.own for b in self._pager.blocks):
+            return 0
+        return captures.pool_bytes() // max(captures.shapes, 1)
+
+    def _release(self, session: Session) -> None:
+        """No weights return any more: activations have what is left, where keeping them saves time."""
         governor = self.governor
-        if governor is not None and governor.hold:
-            governor.hold = False  # activations have what is left
-            self._rounds -= 1  # and one more step to be measured with them
+        streams = self._rate is not None and bool(self._paged - self._settled)
+        if governor is None or (streams and self._wait_until(self._steady)):
+            return
+        self._rounds = _ROUNDS - 1  # one more step is measured with them
+        share = self._share() if streams else 0.0
+        link, computing, _ = self._times()
+        if share <= LINK_BOUND or link < _BESIDE * computing or not self._steady:
+            self._let_keep()
+            return
+        governor.hold = False
+        size = (governor.passed - self._since[2]) / max(governor.passes - self._since[3], 1)
+        longer = link / (_BESIDE * computing) if computing else 1.0
+        governor.idle_to = round(size * longer) if computing else governor.largest
+        self._spill = None
+        session.decide(
+            f"weights or activations: blocks recompute, as the link is busy for {share:.0%} of a step; so "
+            f"they do with inputs up to {longer:.1f} times as long"
+        )
+
+    def _mark(self) -> None:
+        """Begin to measure a step."""
+        governor = self.governor
+        passed = (governor.passed, governor.passes) if governor is not None else (0, 0)
+        self._since = (time.perf_counter(), self._pager.host_bytes, *passed)
+
+    def _times(self) -> tuple[float, float, float]:
+        """Return seconds of the latest step: of the link, of computing as predicted (or 0.0), and in all."""
+        since, moved, passed, passes = self._since
+        governor = self.governor
+        if governor is None or not self._rate:
+            return 0.0, 0.0, 0.0
+        computing = self._computing(governor.passed - passed, governor.passes - passes)
+        link = (self._pager.host_bytes - moved) / self._rate
+        return link, computing, time.perf_counter() - since
+
+    def _share(self) -> float:
+        """Return the share of a step like the latest one that the link is busy, once steps are steady.
+
+        share = link / min(seconds of the step, max(link, computing as predicted))
+        """
+        link, computing, seconds = self._times()
+        if not link:
+            return 0.0
+        seen = self._steady and link < _SEEN * seconds
+        smooth = seconds if seen or not computing else min(seconds, max(link, computing))
+        return min(link / smooth, 1.0)
 
     def _waits_for_others(self, session: Session) -> bool:
         """Whether a step waits for the link, or for the optimizer on the host, rather than for computation.
@@ -280,14 +418,14 @@ class Tuner:
         """
         if self._settling or self._rate is None:
             return True
-        since, moved = self._since
-        seconds = time.perf_counter() - since
-        share = (self._pager.host_bytes - moved) / self._rate / seconds
+        share = self._share()
+        if not self._steady and not self._times()[1]:
+            return True  # nobody knows, but that they are moved
         session.decide(
-            f"weights or activations: {'weights' if share > _LINK_BOUND else 'activations'} have the room "
-            f"first, as the link ({self._rate / 1e9:.1f} GB/s) was busy for {share:.0%} of a step"
+            f"weights or activations: {'weights' if share > LINK_BOUND else 'activations'} have the room "
+            f"first, as the link ({self._rate / 1e9:.1f} GB/s) is busy for {share:.0%} of a step"
         )
-        return share > _LINK_BOUND
+        return share > LINK_BOUND
 
     def _policies(self) -> list[str]:
         if self.governor is None:

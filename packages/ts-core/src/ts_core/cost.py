@@ -8,7 +8,8 @@ host, the link both ways, the disk and (in the forward phase) the optimizer on t
     link   = max(h2d bytes / h2d rate, d2h bytes / d2h rate, all bytes / rate of both ways)
 
 Decoding takes the same multiprocessors as the matmuls and adds to `gpu`. With a single slot nothing comes
-while a block computes, and the link adds to it too.
+while a block computes, and the link adds to it too; with more, it brings only what they have room for while
+no block computes, so the seconds outside the stack add to the link's forward ones.
 
 What goes on beside the longest costs a little all the same (`Constants.beside` of its own time).
 
@@ -83,6 +84,7 @@ class Tables:
             pair of recordings holds where nothing is shared, how many structures there are at most of those
             with one place and policy, and how many policies there can be; else None.
         pool: Of memory that all recordings share.
+        outside: Seconds of the forward phase beside a GPU in which no block is at work.
     """
 
     counts: tuple[int, ...]
@@ -110,6 +112,7 @@ class Tables:
     tokens: int
     recorded: Tensor | None = None
     pool: float = 0.0
+    outside: float = 0.0
 
 
 def _rate(table: Mapping[str, float], key: str, otherwise: float) -> float:
@@ -264,7 +267,8 @@ class _Builder:
         self.adam = _rate(rates.get("adamw_params_per_s", {}), setting.moments, 3e8)
         self.copy = copy
         self.c = constants()
-        self.launch = hardware.launch_s * self.c.host_work
+        self.traffic = self.c.traffic if cpu else self.c.gpu_traffic
+        self.launch = hardware.launch_s * (self.c.host_work if cpu else self.c.gpu_host_work)
 
     def forward(self, block: BlockSpec, weights: _Weights) -> tuple[float, float]:
         """Seconds of one forward pass of all micro-batches: on the device, and of launching."""
@@ -273,21 +277,24 @@ class _Builder:
         rate = matmul_rate(self.hw, dtype, size)
         reach = min(self.job.seq_len, block.window or self.job.seq_len)
         flops = weights.flops + 2.0 * block.query * reach
-        moved = self.saved_bytes(block, weights) * self.c.traffic / 3 / self.copy
+        moved = self.saved_bytes(block, weights) * self.traffic / 3 / self.copy
         read = self.k * weights.decoded_bytes / self.copy
         seconds = max(self.ts * flops / rate, read) + self.ts * moved
-        if self.job.capture:
-            return seconds, self.k * self.hw.launch_s * self.c.captured
-        return seconds, self.k * self.launch * (
-            block.kernels + self.c.adapter_kernels * self.adapted(block)[0]
-        )
+        return seconds, self._launching(block, 1.0, self.c.captured)
+
+    def _launching(self, block: BlockSpec, times: float, captured: float) -> float:
+        """Seconds of the host: so many times a forward pass, or that many launches of a recording."""
+        plain = times * self.launch * (block.kernels + self.c.adapter_kernels * self.adapted(block)[0])
+        if self.job.capture:  # a block of few kernels has little around its recording
+            plain = min(self.hw.launch_s * captured, plain / 2)
+        return self.k * plain
 
     def backward(self, block: BlockSpec, weights: _Weights) -> tuple[float, float]:
         """The same of a backward pass, without recomputation."""
-        seconds, launch = self.forward(block, weights)
+        seconds = self.forward(block, weights)[0]
         every = max(weights.trained + weights.packed + weights.frozen_bytes / 2, 1.0)
         seconds *= 1.0 + min(weights.trained / every, 1.0)
-        return seconds, launch * (1.0 if self.job.capture else _BACKWARD_KERNELS)
+        return seconds, self._launching(block, _BACKWARD_KERNELS, self.c.captured_back)
 
     def structures(self, w: _Weights, count: int) -> float:
         """How many structures its blocks have at most, of those with one place and policy."""
@@ -463,6 +470,8 @@ class _Builder:
             seconds = 2.0 * self.ts * head / rate
             row[GPU_F] = seconds * (3 if w.trained else 2)  # the loss works out its gradient at once
             row[RUN_F] = self.k * self.launch * 12 * math.ceil(self.tm / self.job.loss_chunk)
+            if not self.cpu:
+                row[RUN_F] += self.k * self.hw.launch_s * self.c.outside
         return row
 
 
@@ -520,7 +529,7 @@ def tables(
     free: list[bool] = []
     sizes: list[tuple[float, ...]] = []
     records: list[tuple[Recorded, float]] = []
-    last, frozen_last, biggest, vocabulary, moving, trained_head = -1, False, 0, 0, 0.0, 0
+    last, frozen_last, biggest, vocabulary, moving, trained_head, outside = -1, False, 0, 0, 0.0, 0, 0.0
     for members in classes_of(spec, setting, live):
         first, build.index = spec.blocks[members[0]], members[0]
         if len(members) > 1:  # they differ in how far they attend, at most
@@ -533,6 +542,7 @@ def tables(
         vocabulary = max([vocabulary, *(max(t.shape) for t in first.tensors if head and len(t.shape) == 2)])
         trained_head = max(trained_head, head if w.trained else 0)
         common = build.common(first, w, g, head)
+        outside += max(common[GPU_F], common[RUN_F]) if head and not cpu else 0.0
         for column in range(WIDTH):
             fixed[column] += common[column] * len(members)
         rows = build.placed(first, w, g)
@@ -586,4 +596,5 @@ def tables(
         last=last, frozen_last=frozen_last, reloads=build.reloads, setting=setting,
         rates=(*rates, hardware.disk_read_bytes_per_s), tokens=build.ts,
         recorded=held if job.capture else None, pool=math.ceil(pool) if job.capture else 0.0,
+        outside=outside,
     )  # fmt: skip

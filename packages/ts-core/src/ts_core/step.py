@@ -147,7 +147,10 @@ def phases(tab: Tables, columns: Tensor, alone: Tensor, *, cpu: bool) -> tuple[T
         compute = torch.maximum(columns[:, gpu], columns[:, run])
         moving = columns[:, disk]
         if not cpu:
-            moving = torch.maximum(moving, link_seconds(tab, columns[:, to], columns[:, back]))
+            link = link_seconds(tab, columns[:, to], columns[:, back])
+            if gpu == GPU_F:  # the slots are full while no block computes
+                link = link + torch.minimum(columns[:, to] / tab.rates[0], torch.tensor(tab.outside))
+            moving = torch.maximum(moving, link)
         seconds = torch.where(alone, compute + moving, torch.maximum(compute, moving))
         if gpu == GPU_F:
             seconds = torch.maximum(seconds, columns[:, ADAM])

@@ -393,4 +393,5 @@ def narrow_grads(
     """
     low, lost, sums = grad_narrow(grads, threads)
     forms = low.split_with_sizes(_narrow_sizes(grads))[::2]
-    return [form.view(g.shape) for form, g in zip(forms, grads, strict=True)], lost, sums
+    shaped = [form if g.dim() == 1 else form.view(g.shape) for form, g in zip(forms, grads, strict=True)]
+    return shaped, lost, sums

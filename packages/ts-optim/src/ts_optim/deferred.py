@@ -30,6 +30,9 @@ __all__ = ["PendingUpdates", "Update", "await_others", "by_rank"]
 
 #: Threads that start updates.
 _THREADS = 2
+#: The last large update of a forward pass is cut into pieces of whole tensors, of so many elements or more,
+#: and at most so many pieces: its weights then cross to a device while the rest is updated.
+_PIECE, _PIECES = 4 << 20, 4
 
 _unfinished: weakref.WeakValueDictionary[int, Update] = weakref.WeakValueDictionary()
 
@@ -236,13 +239,36 @@ def by_rank(works: Sequence[Work]) -> list[list[Work]]:
         works: All of them may wait.
 
     Returns:
-        One list a rank, or two where 16-bit and fp32 parameters meet.
+        One list a rank, or two where 16-bit and fp32 parameters meet; several for the last large one.
     """
     groups: dict[tuple[int, bool], list[Work]] = {}
     for work in works:
         rank = 0 if work.guard is None else work.guard.rank
         groups.setdefault((rank, work.slot.low), []).append(work)
-    return [groups[key] for key in sorted(groups)]
+    found = [groups[key] for key in sorted(groups)]
+    for at in reversed(range(len(found))):
+        pieces = _cut(found[at])
+        if len(pieces) > 1:
+            return [*found[:at], *pieces, *found[at + 1 :]]
+    return found
+
+
+def _cut(works: list[Work]) -> list[list[Work]]:
+    """Cut a group into pieces, if it is large enough; not where there is room for one leased update."""
+    left = sum(work.grad.numel() for work in works)
+    least = max(_PIECE, left // _PIECES)
+    if left < 2 * least or any(work.slot.home is not None for work in works):
+        return [works]
+    pieces: list[list[Work]] = [[]]
+    held = 0
+    for work in works:
+        if held >= least and left >= least:
+            pieces.append([])
+            held = 0
+        pieces[-1].append(work)
+        held += work.grad.numel()
+        left -= work.grad.numel()
+    return pieces
 
 
 def _post(updates: Sequence[Update]) -> None:

@@ -12,6 +12,7 @@ import torch
 from torch.optim.optimizer import ParamsT
 
 from ts_core.errors import ArgumentTypeError, OptionError
+from ts_core.guard import guard_of
 from ts_core.options import boolean
 from ts_core.trace import span
 
@@ -407,7 +408,11 @@ class OffloadAdamW(EagerUpdates):
             with torch.profiler.record_function(self._zero_grad_profile_name):
                 for group in self.param_groups:
                     for param in group["params"]:
-                        param.grad = None  # not even read: reading waits
+                        if guard_of(param) is None:
+                            param.grad = None
+                        else:  # not even read: reading waits; and past its class, which has nothing to do
+                            with torch._C.DisableTorchFunctionSubclass():
+                                param.grad = None
         else:
             self._drain()
             super().zero_grad(set_to_none=False)

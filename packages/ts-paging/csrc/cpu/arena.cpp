@@ -25,9 +25,11 @@ void free_all(std::vector<HostBlock>* blocks) {
 
 }  // namespace
 
-Arena::Arena(std::shared_ptr<HostPool> pool, int64_t slab_bytes)
+Arena::Arena(std::shared_ptr<HostPool> pool, int64_t slab_bytes, int64_t step_bytes)
     : pool_(std::move(pool)),
       slab_bytes_(round_up(slab_bytes, sysconf(_SC_PAGESIZE))),
+      step_bytes_(std::min(round_up(step_bytes, sysconf(_SC_PAGESIZE)), slab_bytes_)),
+      own_bytes_(step_bytes_ < slab_bytes_ ? step_bytes_ / 2 : step_bytes_),
       page_(sysconf(_SC_PAGESIZE)),
       owner_(getpid()) {}
 
@@ -61,7 +63,7 @@ Arena::Outcome Arena::allocate(int64_t bytes, int64_t limit, int device, int64_t
           break;
         }
         device_ = device;
-        start({size, size > slab_bytes_}, true);
+        start({size, wanted > own_bytes_, false}, true);
       }
       if (changed_.wait_until(lock, deadline) == std::cv_status::timeout) break;
     }
@@ -85,6 +87,7 @@ bool Arena::take(int64_t bytes, Piece* piece) {
   if (size > bytes) add_free(number, slab, offset + bytes, size - bytes);
   slab.live_bytes += bytes;
   ++slab.pieces;
+  slab.used = calls_;
   *piece = {static_cast<char*>(slab.memory.data) + offset, bytes, number, offset,
             shared_from_this()};
   return true;
@@ -123,6 +126,7 @@ void Arena::put_back(const Piece& piece) {
   Slab& slab = slabs_.at(piece.slab);
   slab.live_bytes -= piece.bytes;
   --slab.pieces;
+  slab.used = calls_;
   int64_t offset = piece.offset, bytes = piece.bytes;
   auto next = slab.free.lower_bound(offset);
   if (next != slab.free.begin()) {
@@ -143,34 +147,66 @@ void Arena::put_back(const Piece& piece) {
 
 // Whether a slab that holds `bytes` is being made; if it only waits its turn, it is made next.
 bool Arena::hurry(int64_t bytes) {
-  if (making_bytes_ >= bytes) return true;
+  if (making_bytes_ >= bytes) {
+    making_ahead_ = false;
+    return true;
+  }
   const auto found = std::find_if(queue_.begin(), queue_.end(),
                                   [bytes](const Growth& growth) { return growth.bytes >= bytes; });
   if (found == queue_.end()) return false;
-  const Growth growth = *found;
+  Growth growth = *found;
+  growth.ahead = false;
   queue_.erase(found);
   queue_.push_front(growth);
   return true;
 }
 
 // Size of a slab that may be made for `bytes`, 0 if none may. None of the slabs that hold nothing
-// was large enough: they go where the limit is near, and those of one large request go anyway, or
-// growing requests would leave a trail of them.
+// was large enough: they go where the limit is near.
 int64_t Arena::make_way(int64_t bytes, int64_t limit, Dropped* dropped) {
-  if (std::max(bytes, slab_bytes_) >= refused_bytes_) return 0;
+  const bool own = bytes > own_bytes_;
+  const int64_t size = own ? bytes : step_bytes_;
+  if (size >= refused_bytes_) return 0;
   int64_t idle = 0;
   for (const auto& [number, slab] : slabs_)
     if (slab.pieces == 0) idle += slab.memory.bytes;
   const auto room = [&] { return limit - reserved_bytes_ - coming_bytes_; };
   if (room() + idle < bytes) return 0;
-  for (auto slab = slabs_.begin(); slab != slabs_.end();) {
+  if (own) replace_own(bytes, dropped);
+  for (auto slab = slabs_.begin(); slab != slabs_.end() && room() < bytes;) {
     const int64_t number = slab->first;
-    const bool goes =
-        slab->second.pieces == 0 && ((slab->second.own && bytes > slab_bytes_) || room() < bytes);
+    const bool goes = slab->second.pieces == 0;
     ++slab;
     if (goes) drop_slab(number, dropped);
   }
-  return std::min(std::max(bytes, slab_bytes_), room() / page_ * page_);
+  return std::min(size, room() / page_ * page_);
+}
+
+// A large request that is a little larger than those before takes the place of slabs of theirs, or
+// growing requests would leave a trail of them: about as many bytes as it has itself.
+void Arena::replace_own(int64_t bytes, Dropped* dropped) {
+  std::vector<std::pair<int64_t, int64_t>> idle;
+  for (const auto& [number, slab] : slabs_)
+    if (slab.own && slab.pieces == 0) idle.emplace_back(slab.memory.bytes, number);
+  std::sort(idle.rbegin(), idle.rend());
+  int64_t gone = 0;
+  for (const auto& [size, number] : idle) {
+    if (gone > bytes / 2) break;
+    gone += size;
+    drop_slab(number, dropped);
+  }
+}
+
+// Takes back what is reserved ahead and not begun, the latest first, while there is more than this;
+// what is left may be less only if `below`.
+void Arena::drop_ahead(int64_t keep_bytes, bool below) {
+  for (auto growth = queue_.end(); growth != queue_.begin();) {
+    --growth;
+    const int64_t left = reserved_bytes_ + coming_bytes_ - (below ? 1 : growth->bytes);
+    if (!growth->ahead || left < keep_bytes) continue;
+    coming_bytes_ -= growth->bytes;
+    growth = queue_.erase(growth);
+  }
 }
 
 void Arena::drop_slab(int64_t number, Dropped* dropped) {
@@ -188,6 +224,7 @@ void Arena::start(Growth growth, bool first) {
   else
     queue_.push_back(growth);
   coming_bytes_ += growth.bytes;
+  if (first) drop_ahead(target_bytes_, false);  // it is a part of what was reserved
   if (!thread_.joinable()) thread_ = quiet_thread([this] { grow(); });
   changed_.notify_all();
 }
@@ -195,11 +232,15 @@ void Arena::start(Growth growth, bool first) {
 int64_t Arena::reserve(int64_t bytes, int64_t limit, int device) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const auto there = [this] { return reserved_bytes_ + coming_bytes_; };
-  while (!closed_ && slab_bytes_ < refused_bytes_ && there() < std::min(bytes, limit)) {
-    const int64_t size = std::min(slab_bytes_, (limit - there()) / page_ * page_);
-    if (size <= 0) break;
+  unwanted_ = false;
+  target_bytes_ = std::max(target_bytes_, std::min(bytes, limit));
+  while (!closed_ && there() < std::min(bytes, limit)) {
+    // The last one is no larger than it has to be.
+    const int64_t usual = std::min(slab_bytes_, round_up(bytes - there(), step_bytes_));
+    const int64_t size = std::min(usual, (limit - there()) / page_ * page_);
+    if (size <= 0 || usual >= refused_bytes_) break;
     device_ = device;
-    start({size, false}, false);
+    start({size, false, true}, false);
   }
   return there();
 }
@@ -219,6 +260,8 @@ void Arena::grow() {
     const Growth growth = queue_.front();
     queue_.pop_front();
     making_bytes_ = growth.bytes;
+    making_ahead_ = growth.ahead;
+    unwanted_ = false;
     const int device = device_;
     lock.unlock();
     const Clock::time_point begin = Clock::now();
@@ -246,6 +289,11 @@ void Arena::grow() {
       lock.unlock();
       free_host(block);
       lock.lock();
+    } else if (unwanted_ && making_ahead_) {
+      coming_bytes_ -= growth.bytes;
+      lock.unlock();
+      free_host(block);
+      lock.lock();
     } else {
       coming_bytes_ -= growth.bytes;
       reserved_bytes_ += block.bytes;
@@ -253,6 +301,7 @@ void Arena::grow() {
       Slab& slab = slabs_[number];
       slab.memory = block;
       slab.own = growth.own;
+      slab.used = calls_;
       add_free(number, slab, 0, block.bytes);
     }
     changed_.notify_all();
@@ -264,6 +313,8 @@ int64_t Arena::trim(int64_t keep_bytes) {
   int64_t gone = 0;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    target_bytes_ = std::min(target_bytes_, keep_bytes);
+    drop_ahead(keep_bytes, true);
     std::vector<int64_t> idle;
     for (const auto& [number, slab] : slabs_)
       if (slab.pieces == 0) idle.push_back(number);
@@ -273,8 +324,27 @@ int64_t Arena::trim(int64_t keep_bytes) {
       gone += slabs_.at(*number).memory.bytes;
       drop_slab(*number, &dropped);
     }
+    unwanted_ = making_bytes_ > 0 && reserved_bytes_ + coming_bytes_ > keep_bytes;
     refused_.clear();
     refused_bytes_ = kNever;
+  }
+  free_all(&dropped);
+  return gone;
+}
+
+int64_t Arena::trim_unused(int64_t calls) {
+  Dropped dropped;
+  int64_t gone = 0;
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    ++calls_;
+    for (auto slab = slabs_.begin(); slab != slabs_.end();) {
+      const int64_t number = slab->first;
+      const bool goes = slab->second.pieces == 0 && calls_ - slab->second.used > calls;
+      if (goes) gone += slab->second.memory.bytes;
+      ++slab;
+      if (goes) drop_slab(number, &dropped);
+    }
   }
   free_all(&dropped);
   return gone;

@@ -23,6 +23,10 @@ __all__ = ["ArenaStats", "HostArena", "SlabStats", "lockable_bytes", "slab_bytes
 
 _SLAB = "TRAINSTREAM_HOST_ARENA_SLAB"
 _LEAST_SLAB = 64 << 10
+#: Of slabs that are made because a request finds no room; what was reserved ahead comes in whole slabs.
+_STEP = 128 << 20
+#: Calls of `trim_unused` for which a slab may hold nothing.
+_UNUSED = 64
 _UNLIMITED = 2**62
 # What page-locking leaves to the rest of the machine, unless a tenth of its RAM is less.
 _KEEP_FREE = 4 << 30
@@ -96,9 +100,11 @@ class HostArena:
 
     Locking pages runs at a few GB/s, so it is done once, by a thread of the arena: `reserve` returns at once,
     and `empty` waits only if no piece of that size is free, and then for one slab. Slabs are registered
-    exactly, in whole pages. A request larger than a slab gets one of its own size. A piece starts at a
-    multiple of 256 bytes, is found by best fit, and goes back with the last reference to its tensor, from any
-    thread; neighbours that are free become one. Slabs stay until `trim` or `close`.
+    exactly, in whole pages. Where a request finds no room, a slab of 128 MiB is made, or one of its own size
+    if it is larger than half of that (with slabs of 128 MiB or less: larger than a slab), so that little is
+    reserved beyond what is used. A piece starts at a multiple of 256 bytes, is found by best fit, and goes
+    back with the last reference to its tensor, from any thread; neighbours that are free become one. Slabs
+    stay until `trim`, `trim_unused` or `close`.
 
     Where page-locking is refused, or the ceiling or the RAM does not allow more, `empty` returns ordinary
     memory: results are the same, copies are slower, and one warning and one event say so. Without a usable
@@ -124,6 +130,7 @@ class HostArena:
         pinned: bool | None = None,
         ceiling: int | str | None = None,
         slab_bytes: int | str | None = None,
+        step_bytes: int | str = _STEP,
         log: EventLog | None = None,
         available: Callable[[], int] | None = None,
     ) -> None:
@@ -133,6 +140,7 @@ class HostArena:
             pinned: Page-lock or not; `None` page-locks if CUDA is usable, found out at the first use.
             ceiling: Bytes of all slabs at most ("20GiB" too); `None`: as much as the RAM allows.
             slab_bytes: Size of a slab; `None` reads `TRAINSTREAM_HOST_ARENA_SLAB`.
+            step_bytes: Size of slabs that are made because a request finds no room; at most a slab.
             log: Where events go; `None` makes a log.
             available: Bytes that page-locking may still take; `None`: the RAM that this process may still
                 use, less 4 GiB or a tenth of all of it, whichever is less.
@@ -145,20 +153,22 @@ class HostArena:
             self.slab_bytes = slab_bytes_from_env()
         else:
             self.slab_bytes = integer("slab_bytes", parse_bytes(slab_bytes, name="slab_bytes"), minimum=1)
+        step = integer("step_bytes", parse_bytes(step_bytes, name="step_bytes"), minimum=1)
+        self.step_bytes = min(step, self.slab_bytes)
         self.log = EventLog() if log is None else log
         self._wanted = pinned
         self._available = available or lockable_bytes
         self._told = False
         self._lock = Lock()
         self._pool = _C.HostPool(_UNLIMITED)
-        self._native = _C.Arena(self._pool, self.slab_bytes)
+        self._native = _C.Arena(self._pool, self.slab_bytes, self.step_bytes)
         # Runs when the arena is dropped and at interpreter exit, whichever comes first.
         self._finalizer = weakref.finalize(self, self._native.close)
 
     @property
     def pinned(self) -> bool:
         """Whether new memory is page-locked: wanted, and not refused so far."""
-        return self._wants() and self._native.info()["refused_bytes"] > self.slab_bytes
+        return self._wants() and self._native.info()["refused_bytes"] > self.step_bytes
 
     @property
     def reserved_bytes(self) -> int:
@@ -234,6 +244,8 @@ class HostArena:
     def trim(self, keep_bytes: int = 0) -> int:
         """Give slabs that hold nothing back to the system; page-locking that was refused is tried again.
 
+        What was reserved and is not there yet no longer comes either, unless a request waits for it.
+
         Args:
             keep_bytes: Stop when the slabs have this much or less.
 
@@ -245,6 +257,21 @@ class HostArena:
             ArgumentError: Negative size.
         """
         return self._native.trim(_size("trim", keep_bytes, "keep_bytes"))
+
+    def trim_unused(self, calls: int = _UNUSED) -> int:
+        """Give slabs back that have held nothing during the latest calls of this; one a step, for instance.
+
+        Args:
+            calls: How many.
+
+        Returns:
+            Bytes given back.
+
+        Raises:
+            OptionError: Not an integer.
+            ArgumentError: A negative one.
+        """
+        return self._native.trim_unused(_size("trim_unused", calls, "calls"))
 
     def stats(self) -> ArenaStats:
         """Look at all of it.

@@ -212,7 +212,7 @@ class CopyEngine:
         self.close()
 
 
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_PLAIN = frozenset({torch.Tensor, torch.nn.Parameter})
 
 
 def _check(name: str, dst: torch.Tensor, src: torch.Tensor, host: torch.Tensor, host_name: str) -> None:
@@ -271,6 +271,8 @@ def _check_many(
     """Refuse what `_check` refuses, numbers that differ, and more than one device."""
     if len(dsts) != len(srcs):
         raise ArgumentError(message(f"CopyEngine.{name}", "dsts", f"{len(srcs)} tensors", f"{len(dsts)}"))
+    if _all_usual(dsts, srcs, hosts):
+        return
     device: torch.device | None = None
     for dst, src, host in zip(dsts, srcs, hosts, strict=True):
         _check(name, dst, src, host, hosts_name)
@@ -281,6 +283,33 @@ def _check_many(
                 message(f"CopyEngine.{name}", "dsts and srcs", f"tensors on {device}", given)
             )
         device = there
+
+
+_T: Any = torch.Tensor  # its attributes are untyped
+_DTYPE, _CUDA, _CPU, _DEVICE = (
+    getattr(_T, name).__get__ for name in ("dtype", "is_cuda", "is_cpu", "device")
+)
+
+
+def _all_usual(dsts: list[torch.Tensor], srcs: list[torch.Tensor], hosts: list[torch.Tensor]) -> bool:
+    """Whether these are copies between a host and a GPU of which nothing need be looked at more closely.
+
+    One attribute of all tensors at a time: a block's weights or gradients take some microseconds so.
+    """
+    away = srcs if hosts is dsts else dsts
+    return (
+        _PLAIN.issuperset(map(type, dsts))
+        and _PLAIN.issuperset(map(type, srcs))
+        and all(map(_CPU, hosts))
+        and all(map(_CUDA, away))
+        and len(set(map(_DEVICE, away))) == 1
+        and list(map(_DTYPE, dsts)) == list(map(_DTYPE, srcs))
+        and list(map(_T.size, dsts)) == list(map(_T.size, srcs))
+        and all(map(_T.is_contiguous, dsts))
+        and all(map(_T.is_contiguous, srcs))
+        and not any(map(_T.is_neg, dsts + srcs))
+        and not any(map(_T.is_conj, dsts + srcs))
+    )
 
 
 class _Joined:

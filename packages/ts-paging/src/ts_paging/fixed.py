@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
 
 from .layout import is_dense
 from .recording import CannotRecord
-from .slots import SlotLayout, own_view
+from .slots import OwnViews, SlotLayout, own_view
 
 __all__ = ["Fixed", "Pack", "copy_all"]
 
@@ -93,26 +92,28 @@ class Pack:
         there = [tensor for tensor in tensors if tensor is not None]
         if not all(is_dense(tensor) for tensor in there):
             raise CannotRecord("a result has gaps or repeated elements in memory")
-        self._like = [None if t is None else torch.empty_like(t, device="meta") for t in tensors]
-        present = [index for index, t in enumerate(tensors) if t is not None]
+        self._count = len(tensors)
+        like = {i: torch.empty_like(t, device="meta") for i, t in enumerate(tensors) if t is not None}
+        present = list(like)
         groups = [[i for i in present if i not in lasting], [i for i in present if i in lasting]]
-        self._groups: list[tuple[list[tuple[int, int]], Tensor]] = []
+        self._groups: list[tuple[OwnViews, list[int], Tensor]] = []
         for group in filter(None, groups):
-            layout = SlotLayout([cast(Tensor, self._like[index]) for index in group])
+            layout = SlotLayout([like[index] for index in group])
             buffer = torch.empty(max(layout.nbytes, 1), dtype=torch.uint8, device=device)
-            self._groups.append((list(zip(group, layout.offsets, strict=True)), buffer))
-        self.views = self._views([buffer for _, buffer in self._groups])
+            places = [(offset, like[index]) for index, offset in zip(group, layout.offsets, strict=True)]
+            self._groups.append((OwnViews(places), group, buffer))
+        self.views = self._views([buffer for *_, buffer in self._groups])
 
     @property
     def nbytes(self) -> int:
         """Bytes reserved."""
-        return sum(buffer.nbytes for _, buffer in self._groups)
+        return sum(buffer.nbytes for *_, buffer in self._groups)
 
     def _views(self, buffers: Sequence[Tensor]) -> list[Tensor | None]:
-        views: list[Tensor | None] = [None] * len(self._like)
-        for (places, _), buffer in zip(self._groups, buffers, strict=True):
-            for index, offset in places:
-                views[index] = own_view(buffer, offset, cast(Tensor, self._like[index]))
+        views: list[Tensor | None] = [None] * self._count
+        for (made, places, _), buffer in zip(self._groups, buffers, strict=True):
+            for index, view in zip(places, made.of(buffer), strict=True):
+                views[index] = view
         return views
 
     def write(self, tensors: Sequence[Tensor | None]) -> None:
@@ -123,7 +124,7 @@ class Pack:
 
     def taken(self) -> list[Tensor | None]:
         """Return tensors of their own with what was written last."""
-        return self._views([buffer.clone() for _, buffer in self._groups])
+        return self._views([buffer.clone() for *_, buffer in self._groups])
 
 
 def copy_all(pairs: Sequence[tuple[Tensor, Tensor]]) -> None:

@@ -9,7 +9,7 @@ offloading. Policies never change a bit of the result, so they may differ from p
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from ts_core.errors import DoesNotFitError
 from ts_core.memory import format_bytes
 
 from .block import PagedBlock
+
+if TYPE_CHECKING:
+    from .pager import WeightPager
 
 __all__ = ["ActivationGovernor"]
 
@@ -34,13 +37,18 @@ class ActivationGovernor:
         room: Bytes that are planned with.
         base: Least bytes in use at the start of a pass since the last `learn`.
         hold: Whether every managed block goes on falling back although there is room: it is for others.
+        idle_to: A pass of inputs of so many bytes, or fewer, keeps nothing: its steps wait for something else
+            than computation, so that recomputing costs no time.
         kept: Bytes that the blocks of the latest pass are taken to keep.
         offloads: Blocks at most that offload where they have no room; the rest of those that fall back to
             offloading, or may, recompute. None: each falls back to what it was given.
         ram: Bytes of RAM that the offloaded activations of a pass may take; None: no limit.
         flight: Bytes of the device that are set aside for copies under way while any block offloads, until
             `learn` has seen it.
+        aside: Bytes of the device that are set aside for recordings of blocks that do not recompute, of which
+            none is there yet.
         passed: Bytes of the inputs of all passes so far.
+        passes: How many there were.
         offerable: Blocks of the latest pass that had no room and may offload.
         largest: Bytes of the largest input of a pass so far.
     """
@@ -78,11 +86,12 @@ class ActivationGovernor:
         self._offers = list(offers) or [fallback == "offload" for fallback in managed]
         self.offloads: int | None = None
         self.ram: int | None = None
-        self.flight = 0
-        self.passed = 0
+        self.flight = self.aside = self.idle_to = 0
+        self.passed = self.passes = 0
         self.offerable = 0
         self._small: float = 0.0
         self._least = 0
+        self._sharing: frozenset[int] = frozenset()
         self._used = used
         self._unseen = unseen
         self.limit = limit
@@ -173,6 +182,7 @@ class ActivationGovernor:
             return
         self._settle(index)
         if index == 0:
+            self._sharing = _sharing(block.pager)
             self._begin(_input_bytes(args, kwargs))
         if self._managed[index] is not None:
             block.policy = self._policies[index]
@@ -225,6 +235,7 @@ class ActivationGovernor:
         self.largest = max(self.largest, size)
         self._size = size
         self.passed += size
+        self.passes += 1
         managed = [index for index, fallback in enumerate(self._managed) if fallback is not None]
         self._policies = self._fallen(frozenset())
         if self._per_byte is None:
@@ -244,13 +255,18 @@ class ActivationGovernor:
         self.kept = each * len(chosen)
 
     def _keepers(self, managed: list[int], each: int, beside: int, used: int, size: int) -> list[int]:
-        """Return the managed blocks that there is room for, the last ones, with so many bytes beside them."""
+        """Return the managed blocks that there is room for, with so many bytes beside them.
+
+        They are the last ones; where blocks share recordings, only after all that have recordings of their
+        own: those that share would need another set for each policy among them.
+        """
         keep = 0
-        if self._transient is not None and not self.hold:
+        if self._transient is not None and not self.hold and size > self.idle_to:
             transient = self._transient * max(1.0, size / self._transient_input)
-            keep = int(max(0, self.room - used - transient - beside) // each)
+            keep = int(max(0, self.room - used - transient - beside - self.aside) // each)
         if self._too_large is not None and size >= self._too_large:
             keep = 0
+        managed = sorted(managed, key=lambda index: index not in self._sharing)
         return managed[max(0, len(managed) - keep) :]
 
     def _fallen(self, kept: frozenset[int]) -> list[str]:
@@ -276,6 +292,14 @@ class ActivationGovernor:
         for index in offered:
             policies[index] = "offload" if index in takes else "recompute"
         return policies
+
+
+def _sharing(pager: WeightPager) -> frozenset[int]:
+    """Return the blocks that replay recordings of others too: their weights take turns in a slot."""
+    if pager.block_mode is None or pager.block_mode.captures is None:
+        return frozenset()
+    slots = [block.slot for block in pager.blocks]
+    return frozenset(index for index, slot in enumerate(slots) if slot is not None and not slot.own)
 
 
 def _held_by(module: nn.Module) -> set[int]:

@@ -367,7 +367,8 @@ class WeightPager:
     def _start(self, block: PagedBlock, urgent: bool = False) -> None:
         """Begin to bring a block's weights into its slot, whoever is there now.
 
-        What lies in host memory crosses in one batch; `urgent` ones pass those that are only fetched ahead.
+        What lies in host memory crosses in one batch, or in several where updates are waited for in between;
+        `urgent` ones pass those that are only fetched ahead.
         """
         slot = _slot_of(block)
         self._finish(slot)
@@ -376,7 +377,10 @@ class WeightPager:
         batch: _Batch = ([], [])
         for target, parameter, seat in zip(block.fill_views, block.parameters, block.seats, strict=True):
             entry = guard_of(parameter)
-            if entry is not None:
+            if entry is not None and entry.pending is not None:
+                if batch[0]:  # what is updated crosses while the rest is
+                    arriving.append(h2d_many(*batch, priority=int(urgent)).wait_stream)
+                    batch = ([], [])
                 entry.wait()
             _check(block, seat, parameter)
             packed: dict[str, Tensor] | None = getattr(parameter, "packed", None)

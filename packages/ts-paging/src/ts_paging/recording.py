@@ -137,6 +137,7 @@ class CudaRecorder:
         torch.cuda.synchronize(self._device)
         if self._used and all(each.pool != tuple(self._pool) for each in self._alive):
             self._renew()  # the allocator takes no pool again once its last graph has gone
+        torch.cuda.empty_cache()  # while something is recorded nothing that is cached makes room
         collects = gc.isenabled()
         gc.disable()  # what is collected meanwhile may call what the recording thread may not
         self._used = True

@@ -66,9 +66,8 @@ def _holders(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata))
 
 
-_HELD_BYTES = (
-    512 << 20
-)  # of gradients on a device of which is not known yet whether their narrow form will do
+#: Of gradients on a device of which is not known yet whether their narrow form will do.
+_HELD_BYTES = 512 << 20
 _guards_see: Any = torch._C._EnableTorchFunction  # within DisableTorchFunctionSubclass
 _MEASURED = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -84,7 +83,8 @@ class _Squares(NamedTuple):
 class _Part:
     """A contribution: its host buffer, the copy under way, and its sum of squares if it is measured.
 
-    One that waits on the device has no buffer yet, but the gradient and the stream that it was made on.
+    The buffer is a tensor of its own on that memory, which so counts as held. One that waits on the device
+    has none yet, but the gradient and the stream that it was made on.
     """
 
     __slots__ = ("from_device", "held", "host", "squares", "stream", "thread", "ticket")
@@ -149,6 +149,7 @@ class _Pass:
 
     def __call__(self) -> None:
         self._sink._land(self)
+        self.parts, self.narrow = {}, []  # whoever holds this holds no buffer
         # Else the dictionary hears of our end in a callback, where a Ctrl-C that comes then is lost.
         self._sink._passes.pop(self._task, None)
 
@@ -234,13 +235,15 @@ class GradientSink:
             # After the copies have been asked for, so that they need not wait for this.
             self._measure(leaving.alone)
 
-    def _depart(self, batch: _Batch) -> None:
+    def _depart(self, batch: _Batch, priority: int = 0) -> None:
         """Start the copies of gradients that are on a GPU, those of a device in one call."""
         devices: dict[torch.device, _Batch] = {}
         for entry in batch:
             devices.setdefault(entry[2].device, []).append(entry)
         for entries in devices.values():
-            ticket = d2h_many([flat for _, flat, _ in entries], [source for _, _, source in entries])
+            ticket = d2h_many(
+                [flat for _, flat, _ in entries], [source for _, _, source in entries], priority=priority
+            )
             for part, flat, _ in entries:
                 part.ticket = ticket
                 self.d2h_bytes += flat.nbytes
@@ -263,14 +266,13 @@ class GradientSink:
         dense = alone and (parameter.is_contiguous() or is_dense(parameter))
         narrow = dense and away and self._narrows(parameter, grad)
         host = self._buffer(parameter, torch.bfloat16 if narrow else None)
-        flat = host.as_strided((host.numel(),), (1,))
         part = _Part(host, None)
         part.from_device = away
         raced = first and any(other.from_device and other.thread != part.thread for other in parts)
         parts.insert(0 if raced else len(parts), part)
+        flat = host.as_strided((host.numel(),), (1,))
         if narrow:
-            wide = _flat_as(grad.detach(), host, torch.float32)
-            leaving.narrow.append(_Wide(parameter, part, flat, wide))
+            leaving.narrow.append(_Wide(parameter, part, flat, _flat_as(grad, host, torch.float32)))
             return
         place = None if away else locate(host)
         if not away and place is None:
@@ -352,7 +354,8 @@ class GradientSink:
                     assert grad is not None
                     source = _flat_as(grad, part.host, part.host.dtype)
                     batch.append((part, part.host.as_strided((part.host.numel(),), (1,)), source))
-                self._depart(batch)
+                # Not held up by those before: nothing comes after it, and the pass ends sooner.
+                self._depart(batch, priority=1)
                 alone = joined and parameter.grad is None and is_dense(parameter)
                 if alone and self._measures(batch[0][1]):
                     self._measure([(batch[0][0], batch[0][2])])
@@ -383,32 +386,26 @@ class GradientSink:
     def _buffer(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> Tensor:
         """Return a buffer that nobody else holds: one that was ``p.grad`` before, or a new one.
 
-        A copy under way into it holds it. Called under the lock, and held by somebody before that is let go.
+        What is returned is a tensor of its own, so that holders can be counted; a copy under way is one.
+        Called under the lock.
         """
         dtype = dtype or parameter.dtype
         spare = self._spare.setdefault(id(parameter), [])
         for tensor, alone in spare:
-            if tensor.dtype is dtype and _holders(tensor) <= alone and not self._landing(parameter, tensor):
-                return tensor
+            if tensor.dtype is dtype and _holders(tensor) <= alone:
+                return tensor.detach()
         # As AccumulateGrad does: the Parameter's strides, if its elements are dense.
         like = parameter.detach()
         if not is_dense(like) or like.dtype is not dtype:
             like = torch.empty_like(like, dtype=dtype, device="meta")
         tensor = self._memory.like(like, parameter)
         spare.append((tensor, _holders(tensor)))
-        return tensor
+        return tensor.detach()
 
     def _wide(self, parameter: Tensor) -> Tensor:
-        """Return an fp32 buffer for a sum of gradients; what is handed out is a tensor of its own."""
+        """Return an fp32 buffer for a sum of gradients."""
         with self._lock:
-            return self._buffer(cast(nn.Parameter, parameter), torch.float32).detach()
-
-    def _landing(self, parameter: nn.Parameter, tensor: Tensor) -> bool:
-        for under_way in self._passes.values():
-            parts = under_way.parts.get(id(parameter))
-            if parts is not None and any(part.host is tensor for part in parts[1]):
-                return True
-        return False
+            return self._buffer(cast(nn.Parameter, parameter), torch.float32)
 
     @torch.no_grad()
     def _land(self, under_way: _Pass) -> None:
@@ -419,10 +416,11 @@ class GradientSink:
         parts = under_way.parts
         self._gather(parts)
         unknown = {id(wide.parameter) for each in under_way.narrow for wide in each.grads}
-        hooks = {key: _hooks_of(parameter, guard_of(parameter)) for key, (parameter, _) in parts.items()}
+        guards = {key: guard_of(parameter) for key, (parameter, _) in parts.items()}
+        hooks = {key: _hooks_of(parameter, guards[key]) for key, (parameter, _) in parts.items()}
         # What is run on a Parameter once its gradient has landed may ask for the sum of squares, and other
         # people's hooks may read or edit what has landed before, which spoils its sum.
-        ours = all(_leave_gradient(before.values()) and not after for before, after in hooks.values())
+        ours = all(not after and _leave_gradient(before.values()) for before, after in hooks.values())
         values = None if ours else _measured(parts)
         landed: list[tuple[int, Guard, Tensor]] = []
         for key, (parameter, contributions) in parts.items():
@@ -431,10 +429,12 @@ class GradientSink:
                     self._settle_narrow(under_way, 0)
                 unknown.clear()
             with self._landings.setdefault(key, threading.RLock()):
-                entry = guard_of(parameter)
+                entry = guards[key] if ours else guard_of(parameter)  # others may have released it
                 before, after = hooks[key]
                 with torch._C.DisableTorchFunctionSubclass():
-                    grad = self._land_one(parameter, contributions, entry, list(before.values()), not after)
+                    known = list(before.values())
+                    alone = ours or _leave_gradient(known)
+                    grad = self._land_one(parameter, contributions, entry, known, alone, not after)
                     if grad is not None and entry is not None:
                         entry.note_square_sum(grad, None if values is None else values.get(key))
                         landed.append((key, entry, grad))
@@ -452,6 +452,7 @@ class GradientSink:
         contributions: list[_Part],
         entry: Guard | None,
         hooks: list[Any],
+        left_alone: bool,
         quiet: bool,
     ) -> Tensor | None:
         """Land the gradient of one Parameter.
@@ -461,14 +462,14 @@ class GradientSink:
             contributions: What came for it.
             entry: Its guard.
             hooks: What is run on the gradient before it lands.
+            left_alone: All of them say that they edit nothing.
             quiet: Nothing is run once it has landed.
 
         Returns:
             What stands in ``p.grad``, if it is what left the device and nothing else.
         """
         # A hook may edit through memory that moves no version; some say that they do not.
-        left_alone = _leave_gradient(hooks)
-        late = self._arriving(parameter, contributions) if left_alone and quiet else None
+        late = self._arriving(parameter, contributions, entry) if left_alone and quiet else None
         buffer = total = self._total(parameter, contributions) if late is None else late
         # A graph from before its weight returned to the device lands there.
         total = total.to(parameter.device) if late is None else total
@@ -477,8 +478,11 @@ class GradientSink:
             entry.wide_memory = self._wide
         for hook in hooks:
             # Others' code reads other Parameters past nobody: their guards have to see it.
-            with contextlib.nullcontext() if _leave_gradient([hook]) else _guards_see():
+            if left_alone or _leave_gradient([hook]):
                 changed = hook(total)
+            else:
+                with _guards_see():
+                    changed = hook(total)
             total = total if changed is None else changed
         # A buffer is handed out through a tensor of its own, so that holders can be counted.
         if parameter.grad is None:
@@ -490,13 +494,15 @@ class GradientSink:
         parameter.grad += total
         return None
 
-    def _arriving(self, parameter: nn.Parameter, contributions: list[_Part]) -> ArrivingGradient | None:
+    def _arriving(
+        self, parameter: nn.Parameter, contributions: list[_Part], entry: Guard | None
+    ) -> ArrivingGradient | None:
         """Make what stands for a gradient until it is there; None: it has to be waited for."""
         part = contributions[0]
         usual = self.late and len(contributions) == 1 and parameter.grad is None
         if not usual or not part.from_device or part.host is None or not hasattr(part.ticket, "done"):
             return None
-        if guard_of(parameter) is None or parameter.device.type != "cpu":
+        if entry is None or not parameter.is_cpu:
             return None
         reference, me = weakref.ref(parameter), weakref.ref(self)
 
@@ -504,10 +510,10 @@ class GradientSink:
             owner, sink = reference(), me()
             if owner is not None and sink is not None and id(owner) in sink._spare:
                 with sink._lock:
-                    return sink._buffer(owner).detach()
+                    return sink._buffer(owner)
             return torch.empty_strided(payload.size(), payload.stride(), dtype=dtype)
 
-        payload, dtype = part.host.detach(), parameter.dtype
+        payload, dtype = part.host, parameter.dtype
         return ArrivingGradient(payload, cast(Landing, part.ticket), dtype, memory)
 
     def _total(self, parameter: nn.Parameter, contributions: list[_Part]) -> Tensor:
@@ -520,7 +526,7 @@ class GradientSink:
         if total.dtype is not parameter.dtype:
             narrow = total
             with self._lock:
-                total = self._buffer(parameter).detach()
+                total = self._buffer(parameter)
             total.copy_(narrow)
         for more in buffers[1:]:
             total += more

@@ -11,7 +11,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from ts_paging.block import PagedBlock
 
-__all__ = ["Slot", "SlotLayout", "own_view"]
+__all__ = ["OwnViews", "Slot", "SlotLayout", "own_view"]
 
 _ALIGN = 256  # bytes; what CUDA's own allocator gives, and enough for every vector access
 
@@ -32,6 +32,30 @@ def own_view(buffer: Tensor, offset: int, like: Tensor) -> Tensor:
     """
     view = torch.empty(0, dtype=like.dtype, device=buffer.device)
     return view.set_(buffer.untyped_storage(), offset // like.dtype.itemsize, like.size(), like.stride())
+
+
+class OwnViews:
+    """What `own_view` makes of several parts of a buffer, for one buffer after another of the same size."""
+
+    def __init__(self, places: Sequence[tuple[int, Tensor]]) -> None:
+        """Note where and what they are.
+
+        Args:
+            places: First byte and metadata of each, as for `own_view`.
+        """
+        self._places = [
+            (like.dtype, offset // like.dtype.itemsize, like.size(), like.stride()) for offset, like in places
+        ]
+        self._dtypes = {like.dtype for _, like in places}
+
+    def of(self, buffer: Tensor) -> list[Tensor]:
+        """Return the views of a buffer, which is itself a whole storage."""
+        storage, device = buffer.untyped_storage(), buffer.device
+        whole = {dtype: torch.empty(0, dtype=dtype, device=device) for dtype in self._dtypes}
+        for tensor in whole.values():
+            tensor.set_(storage, 0, (storage.nbytes() // tensor.itemsize,), (1,))
+        # `data` gives each a version counter of its own, and no base: half of what `own_view` takes.
+        return [whole[d].as_strided(size, strides, at).data for d, at, size, strides in self._places]
 
 
 class SlotLayout:

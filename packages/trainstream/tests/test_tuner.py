@@ -33,8 +33,8 @@ class Recordings:
         self.blocks, self.generation, self.recordings, self.shapes = blocks, 0, 0, 2
         self.state = FRESH
 
-    def replayed(self, turn):
-        return self.blocks if self.state == RECORDED else 0
+    def undecided(self, mode, blocks):
+        return [] if self.state == RECORDED else [b.name for b in blocks if b.name not in mode.reasons]
 
     def pool_bytes(self):
         return 300 if self.recordings else 0
@@ -66,7 +66,7 @@ class Run:
         monkeypatch.setattr(_tuner.time, "perf_counter", self.clock)
         for name in ("synchronize", "empty_cache"):
             monkeypatch.setattr(torch.cuda, name, lambda *_: None)
-        monkeypatch.setattr(_tuner, "keep_to_budget", lambda session, limits, *_: limits, raising=False)
+        monkeypatch.setattr(_tuner, "keep_to_budget", lambda session, limits, *_: (limits, False))
         monkeypatch.setattr(Tuner, "_peak", lambda tuner: self.peaks[-1])
         monkeypatch.setattr(Tuner, "_write_down", lambda *_: None)
         monkeypatch.setattr(Tuner, "_bring_back", self.bring_back)

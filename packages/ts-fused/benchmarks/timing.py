@@ -113,6 +113,7 @@ def main(benchmark: str, doc: str | None, cases: Callable[[str, bool], list[Case
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
     parser.add_argument("--quick", "--smoke", action="store_true", help="one small shape, two rounds")
+    parser.add_argument("--first", action="store_true", help="one shape")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="CPU threads")
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
@@ -121,7 +122,7 @@ def main(benchmark: str, doc: str | None, cases: Callable[[str, bool], list[Case
     if args.device == "cuda":
         # Backward runs on the stream of its forward, and only a stream of one's own can be recorded.
         torch.cuda.set_stream(torch.cuda.Stream())
-    for case in cases(args.device, args.quick):
+    for case in cases(args.device, args.quick or args.first):
         calls = phases(case, args.device)
         if args.device == "cuda":
             calls = {key: (graphed(call, REPLAYED), moved) for key, (call, moved) in calls.items()}

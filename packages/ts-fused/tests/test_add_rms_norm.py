@@ -68,7 +68,7 @@ def test_backward_is_near_float64(device, data):
 
 @pytest.mark.parametrize("device", devices())
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [1024, 1032, 5120, 16384])
+@pytest.mark.parametrize("hidden", [64, 128, 200, 1024, 1032, 2048, 5120, 16384])
 def test_weight_gradient_repeats_for_sizes_that_take_different_kernels(device, dtype, hidden):
     x, residual = (make_tensor((700, hidden), dtype=dtype, device=device, seed=s) for s in (0, 1))
     weight = make_tensor((hidden,), dtype=dtype, device=device, seed=2).requires_grad_()
@@ -83,6 +83,10 @@ def test_weight_gradient_repeats_for_sizes_that_take_different_kernels(device, d
     for _ in range(3):
         for a, b in zip(first, run(), strict=True):
             assert_bit_equal(a, b)
+    y, total = add_rms_norm(x, residual, weight)
+    assert_bit_equal(y, rms_norm(total.detach(), weight))
+    frozen = torch.autograd.grad(add_rms_norm(x, residual, weight.detach()), x, (grad, grad))[0]
+    torch.testing.assert_close(frozen, first[0])
 
 
 @pytest.mark.parametrize("device", devices())

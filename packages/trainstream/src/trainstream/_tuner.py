@@ -314,7 +314,7 @@ class Tuner:
             return
         made = captures.generation, captures.recordings
         # A form of inputs is looked at in one pass, recorded in the next and replayed from then on.
-        self._whole = len(self._pager.blocks) <= captures.replayed(mode.turn) + len(mode.reasons)
+        self._whole = not captures.undecided(mode, self._pager.blocks)
         self._steady = self._whole and made == self._made
         self._made = made
         governor = self.governor
@@ -339,7 +339,7 @@ class Tuner:
         if self._steps < _MEASURED:
             return
         self._high = max(self._high, peak)
-        if self._wait_until(self._whole):
+        if not self._all_returns() and self._wait_until(self._whole):
             return
         self._rounds += 1
         room = self._limits.room - self._high - self._first_recordings()
@@ -352,6 +352,12 @@ class Tuner:
         self._rounds = _ROUNDS
         if self.governor is not None and self.governor.hold:
             self._release(session)
+
+    def _all_returns(self) -> bool:
+        """Whether blocks are plain modules again in the end, so that nothing of them stays recorded."""
+        if self.governor is not None or self._want.hooked:
+            return False
+        return set(self._choose(self._limits.room - self._high)[1]) == self._paged
 
     def _first_recordings(self) -> int:
         """Return what recordings of a block take whose weights do not stream, where there are none so far."""

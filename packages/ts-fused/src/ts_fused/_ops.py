@@ -208,7 +208,7 @@ def _backward(
     grad_x, grad_weight = _empty_backward(grad_y, x, weight, rstd, offset, need_x, need_weight)
     rows = rstd.numel()
     # Chunks depend on the number of rows and the kind of device alone, so sums repeat on any thread count.
-    rows_per_chunk = max(8, -(-rows // (512 if x.is_cuda else 64)))
+    rows_per_chunk = max(8, -(-rows // (256 if x.is_cuda else 64)))
     partial = None
     if x.is_cuda and not need_weight:
         # Nothing is added up over rows: as many blocks as there is work for, so that loads of some overlap

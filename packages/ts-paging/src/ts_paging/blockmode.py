@@ -107,7 +107,8 @@ class Interior:
         alone: Its recordings serve no other block.
         changes: How often its structure was found changed.
         renewals: How often what its code looks up outside was found changed.
-        measuring: How long its runs take is being measured.
+        measuring: How long its runs take is being measured, or may be from the next one on.
+        idle: Its latest run needed no gradient: nothing to replay.
         looking: What its next run in graph mode is looked at with.
     """
 
@@ -117,7 +118,7 @@ class Interior:
         self.reason = ""
         self.alone = False
         self.renewals = 0
-        self.measuring = False
+        self.measuring = self.idle = False
         self.looking: Names | None = None
         self.look(block)
 
@@ -455,14 +456,15 @@ class BlockMode:
         if reason:
             self._refuse(block, interior, reason)
             return None
+        self.reasons.pop(block.name, None)  # one that has passed is no reason not to look at it anew
         run = Run(self, block, interior, call, function, policy)
+        interior.idle = not run.wanted and not run.trained and not run.residents
         if not interior.probed:
             if self.captures is not None:
                 self.captures.saw(run)
             return None
-        if not run.wanted and not run.trained and not run.residents:
+        if interior.idle:
             return None
-        self.reasons.pop(block.name, None)
         if self.captures is not None:
             return self.captures.enter(run, begin)
         return run

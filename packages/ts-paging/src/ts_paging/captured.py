@@ -19,7 +19,8 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import TreeSpec
 
-from .blockmode import Interior, Run
+from .block import PagedBlock
+from .blockmode import BlockMode, Interior, Run
 from .fixed import Fixed
 from .outside import FromOutside, Names, Reads, backwards_of
 from .paying import Meter, Paying, meter_for
@@ -127,12 +128,21 @@ class Captures:
         """How many blocks were replayed in a pass, and in none after it."""
         return sum(latest == turn for latest in self._latest.values())
 
+    def undecided(self, mode: BlockMode, blocks: Sequence[PagedBlock]) -> list[str]:
+        """Name blocks that were not replayed in the latest pass, though nothing is known against it."""
+        idle = {block.name for block in blocks if block.interior is not None and block.interior.idle}
+        settled = {name for name, latest in self._latest.items() if latest == mode.turn}
+        return [b.name for b in blocks if b.name not in settled | idle and b.name not in mode.reasons]
+
     def forget(self) -> None:
-        """Blocks or slots have changed: what was recorded is not used again."""
+        """Blocks or slots have changed: what was recorded is not used again.
+
+        What pays goes on to: launching takes the host as long as before, and the device no longer.
+        """
         self._made.clear()
         self._memory.clear()
         self._failed.clear()
-        self._paying.clear()
+        self._paying = {kind: paying for kind, paying in self._paying.items() if paying.told}
         self._stopped = ""
         self.generation += 1
 
@@ -219,6 +229,7 @@ class Captures:
         if full:
             del known[open_ones[0]]
         known[form] = run.interior.looking = Names(run.block.module.modules())
+        run.interior.measuring = self.auto  # the next run may be the first that is measured
         return not full
 
     def _known(self, interior: Interior) -> dict[Any, Any]:
@@ -233,6 +244,7 @@ class Captures:
     def _find(self, run: Run, form: Hashable, names: Names, begin: Any) -> Captured | _Later | str | None:
         """Return the recordings for a run, made now if need be, or why there are none; None: not yet."""
         block, interior = run.block, run.interior
+        interior.measuring = False
         shared = _shared(run)
         lost = names.hidden or interior.structure.lost
         if lost and (self.auto or lost == RANDOM):

@@ -383,14 +383,15 @@ def test_the_state_returns_and_nothing_changes(moments):
 @needs_gpu
 @pytest.mark.parametrize("room", [40, 60, 90, 140])
 def test_some_here_and_some_there_under_a_budget(room):
-    host = trained({"offload": True}, steps=9)
+    steps = 32  # blocks are measured and recorded anew in each place, before what they take is known
+    host = trained({"offload": True}, steps=steps)
     trainstream.unwrap(host[4])
     host = (*host[:4],)
     gc.collect()
     torch.cuda.empty_cache()
     budget = CONTEXT_BYTES + torch.cuda.memory_allocated() + room * MIB
     torch.cuda.reset_peak_memory_stats()
-    mine = trained({"vram_budget": budget}, steps=9)
+    mine = trained({"vram_budget": budget}, steps=steps)
     assert torch.cuda.max_memory_allocated() <= budget - CONTEXT_BYTES
     assert_same(mine, host)
     session = mine[4]._trainstream_session

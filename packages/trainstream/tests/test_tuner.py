@@ -196,9 +196,24 @@ def test_without_recordings_no_step_is_waited_for(monkeypatch):
     assert [room for room, _ in run.rooms] == [9000] * 3
 
 
+def test_recordings_are_not_waited_for_where_everything_returns_and_none_stays(monkeypatch):
+    run = Run(monkeypatch, link=0.3, computing=0.1, smooth=0.34, room=LOTS)
+    run.recordings.undecided = lambda mode, blocks: ["b0"]
+    run.tuner.governor = run.tuner._spill = None
+    run.returns = [6]
+    run.step()
+    run.step()
+    assert run.rooms == []
+    run.step()
+    assert len(run.rooms) == 1
+    run.tuner._paged.clear()
+    run.step()
+    assert not run.session.adapting
+
+
 def test_blocks_that_are_never_recorded_are_waited_for_a_few_steps_only(monkeypatch):
     run = Run(monkeypatch, link=0.3, computing=0.1, smooth=0.34)
-    run.recordings.replayed = lambda turn: 0
+    run.recordings.undecided = lambda mode, blocks: ["b0"]
     assert run.to_the_end() <= 24
     assert run.rooms
     assert run.governor.idle_to == 0  # no step was a measure

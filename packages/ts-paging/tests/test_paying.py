@@ -9,6 +9,7 @@ from test_outside import Block, one, step
 from ts_core.testing import devices
 from ts_paging.blockmode import BlockMode
 from ts_paging.captured import Captures
+from ts_paging.governor import ActivationGovernor
 from ts_paging.pager import WeightPager
 from ts_paging.paying import Paying, Timing, meter_for
 from ts_paging.recording import captures_by_itself, recorder_for
@@ -39,7 +40,7 @@ def make(meter=None, policy="keep", blocks=3, **options):
     captures = Captures(CPU, auto=True, meter=meter or Clock(1.0, 1.0), **options)
     events = []
     pager.block_mode = BlockMode(captures, events.append)
-    pager.block_mode.events = events
+    pager.block_mode.events, pager.block_mode.pager = events, pager
     return stack, pager.block_mode
 
 
@@ -77,6 +78,57 @@ def test_a_block_that_keeps_the_device_busy_is_not():
     count = mode.captures.meter.count
     steps(stack, 4)
     assert mode.captures.meter.count == count  # measured once
+
+
+@pytest.mark.parametrize("auto", [True, False])
+@pytest.mark.parametrize("kind", ["measured", "hooked"])
+def test_a_reason_that_passes_leaves_no_block_out(kind, auto):
+    stack, mode = make()
+    plain, _ = make(Clock(0.0, 1.0))
+    mode.captures.auto = auto
+    pager = mode.pager
+    if kind == "hooked":
+        passes, hook = 2, stack[0].register_forward_hook(lambda *_: None)
+    else:  # until it is known what the first block saves
+        passes, hook = 1, None
+        pager.governor = ActivationGovernor(pager.blocks, ["recompute"] * 3, lambda: 0, 1 << 40)
+    for count in range(10):
+        if count == passes and hook is not None:
+            hook.remove()
+        first, second = step(stack, x_of(4)), step(plain, x_of(4))
+        assert all(map(torch.equal, [*first[:2], *first[2]], [*second[:2], *second[2]]))
+        assert len(mode.reasons) == (count < passes)
+        if hook is None:
+            pager.governor.learn(0)
+    assert (mode.report()["blocks"], mode.report()["fallbacks"]) == (3, {})
+
+
+def test_blocks_are_undecided_until_they_are_measured_and_recorded():
+    stack, mode = make()
+    blocks, captures = mode.pager.blocks, mode.captures
+    for _ in range(4):  # looked at, and measured three times
+        steps(stack, 1)
+        assert len(captures.undecided(mode, blocks)) == 3
+    steps(stack, 1)
+    assert captures.undecided(mode, blocks) == []
+    count = captures.meter.count
+    captures.forget()
+    steps(stack, 1)
+    assert len(captures.undecided(mode, blocks)) == 3
+    steps(stack, 1)
+    assert captures.undecided(mode, blocks) == []  # that it pays is known
+    assert captures.meter.count - count <= 3
+
+
+def test_blocks_with_nothing_to_replay_are_decided():
+    stack, mode = make(Clock(1e-3, 2e-3))  # does not pay, besides
+    blocks, captures = mode.pager.blocks, mode.captures
+    stack[0].requires_grad_(False)
+    for _ in range(8):
+        stack(x_of(4)).sum().backward()
+    assert stack[0].linear.weight.requires_grad is False
+    assert blocks[0].name not in mode.reasons
+    assert captures.undecided(mode, blocks) == []
 
 
 def test_nothing_is_decided_while_the_device_is_busy_or_before_backward_has_come():
@@ -148,7 +200,8 @@ def test_what_recordings_hold_beyond_the_limit_is_given_back(auto):
 def test_nothing_is_recorded_where_the_device_has_no_room():
     room = [1]
     stack, mode = make(room=lambda: room[0])
-    steps(stack, 5)
+    steps(stack, 4)
+    assert mode.captures.recordings == 0  # not yet
     room[0] = 0
     steps(stack, 3)
     assert mode.captures.recordings == 0

@@ -107,8 +107,7 @@ class Interior:
         alone: Its recordings serve no other block.
         changes: How often its structure was found changed.
         renewals: How often what its code looks up outside was found changed.
-        measuring: How long its runs take is being measured, or may be from the next one on.
-        idle: Its latest run needed no gradient: nothing to replay.
+        measuring, idle: How long runs take is being measured; its latest run needed no gradient.
         looking: What its next run in graph mode is looked at with.
     """
 

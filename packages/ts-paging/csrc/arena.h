@@ -125,7 +125,7 @@ class Arena : public std::enable_shared_from_this<Arena> {
   bool unwanted_ = false;      // nor is it to stay, then
   int64_t target_bytes_ = 0;   // what was reserved
   int64_t calls_ = 0;          // of trim_unused
-  int64_t coming_bytes_ = 0;  // that, and the queue
+  int64_t coming_bytes_ = 0;   // that, and the queue
   int device_ = -1;
   double lock_seconds_ = 0;
   int64_t refused_bytes_ = kNever;  // slabs of this size are not tried again

@@ -410,7 +410,9 @@ def _refusal(
     name = "ram_budget" if cpu else "vram_budget"
     smallest = least(specs, forced=list(forced), settled=own)
     # What is left unplanned grows with the budget; the GPU's context comes on top of what PyTorch holds.
-    need = int(smallest * 1.3) + bounds.others + (4 << 20 if cpu else CONTEXT_BYTES)
+    told = bounds.vram_budget is not None and bounds.cap is not None
+    beside = (bounds.vram_budget or 0) - (bounds.cap or 0) if told else CONTEXT_BYTES
+    need = int(smallest * 1.3) + bounds.others + (4 << 20 if cpu else beside)
     hints = [
         f"{name} of at least {format_bytes(need)}, and for activations of 2,048 tokens about "
         f"{format_bytes(reserve_for(inventory))} more"

@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 
 import ts_quant
 from trainstream._autos import undecided
-from trainstream._budget import limits
+from trainstream._budget import cap_device, limits
 from trainstream._copies import give_back, reserve, use_fast_copies
 from trainstream._decide import Decided, decide, make_plan, moment_formats
 from trainstream._device import answer_with
@@ -150,7 +150,7 @@ def _wrapped(
         if decided.adapts and pager is not None:
             tuner = Tuner(pager, inventory, decided, want, tiers, bounds, options=checked)
         if bounds.device_cap is not None:
-            _cap_device(device, bounds.device_cap)
+            cap_device(device, bounds.device_cap)
     except BaseException:
         for step in reversed(undo):
             step()
@@ -268,13 +268,6 @@ def _configure(session: Session, optimizer: OffloadAdamW, *, given: bool) -> lis
     return lines
 
 
-def _cap_device(device: torch.device, cap: int | None) -> None:
-    """Let PyTorch reserve no more than this on a GPU; None lifts the limit."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(1.0 if cap is None else min(cap / total, 1.0), device)
-
-
 def _story(session: Session, how: Sequence[str], decided: Decided, count: int) -> list[str]:
     """Say what was done."""
     plan, options = session.plan, session.options
@@ -363,7 +356,7 @@ def _unwrapped(model: nn.Module, session: Session) -> None:
     session.stop()
     device = torch.device(session.plan.device)
     if session.options.vram_budget is not None:
-        _cap_device(device, None)
+        cap_device(device, None)
     if session.pager is not None:
         paged = [p for b in (*session.pager.blocks, *session.pager.edges) for p in b.parameters]
         session.pager.detach()

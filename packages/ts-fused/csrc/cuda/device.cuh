@@ -62,24 +62,6 @@ __device__ inline void store(T* p, const float (&in)[kVec]) {
   }
 }
 
-constexpr int kWide = 8;  // elements of a load
-
-// Eight elements as they are stored.
-template <typename T>
-struct Raw {
-  uint4 words[sizeof(T) * kWide / 16];
-  __device__ void take(const T* p) {
-#pragma unroll
-    for (int w = 0; w < static_cast<int>(sizeof(T)) * kWide / 16; ++w)
-      words[w] = reinterpret_cast<const uint4*>(p)[w];
-  }
-  __device__ void widened(float (&out)[kWide]) const {
-    const T* values = reinterpret_cast<const T*>(words);
-#pragma unroll
-    for (int j = 0; j < kWide; ++j) out[j] = widen(values[j]);
-  }
-};
-
 // For what is read from cache (a norm's weight, angles): the type is a branch and not a template
 // parameter, and the number of kernels in the module falls to a quarter.
 template <int kVec>

@@ -55,7 +55,8 @@ __global__ void __launch_bounds__(kBlock, kThreads == 32 ? 1 : 6)
 }
 
 // Sum over the threads of a block of any whole number of warps, in a fixed order; every thread gets
-// it. `scratch` holds a value per warp, and two blocks of them take turns: one barrier is enough.
+// it. `scratch` holds a value per warp: who sums again takes another one in between, and one
+// barrier is enough.
 __device__ inline float block_sum(float x, float* scratch) {
   x = warp_sum(x);
   const int warps = static_cast<int>(blockDim.x) / 32;
@@ -67,6 +68,23 @@ __device__ inline float block_sum(float x, float* scratch) {
 }
 
 constexpr int kMostThreads = 1024;
+constexpr int kWide = 8;  // elements of a load
+
+// Eight elements as they are stored.
+template <typename T>
+struct Raw {
+  uint4 words[sizeof(T) * kWide / 16];
+  __device__ void take(const T* p) {
+#pragma unroll
+    for (int w = 0; w < static_cast<int>(sizeof(T)) * kWide / 16; ++w)
+      words[w] = reinterpret_cast<const uint4*>(p)[w];
+  }
+  __device__ void widened(float (&out)[kWide]) const {
+    const T* values = reinterpret_cast<const T*>(words);
+#pragma unroll
+    for (int j = 0; j < kWide; ++j) out[j] = widen(values[j]);
+  }
+};
 // A block takes a row; thread t holds elements 8 t .. 8 t + 7, and kItems - 1 times those a block's
 // width further on.
 template <typename X, typename Y, int kItems>

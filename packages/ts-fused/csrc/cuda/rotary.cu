@@ -1,5 +1,5 @@
 // Rotary embedding on CUDA: a block per token, q and k in one launch. Bound by memory: every
-// element is read and written once, 16 bytes at a time; angles are read once for several heads.
+// element is read and written once, 16 bytes at a time; the angles come from cache.
 #include "device.cuh"
 #include "kernels.h"
 #include "ts/cuda.h"
@@ -7,8 +7,7 @@
 namespace ts::fused {
 namespace {
 
-constexpr int kThreads = 128;
-constexpr int kAtOnce = 2;  // heads of a thread whose loads are under way together
+constexpr int kMaxThreads = 256;
 
 // (u, v) at the places (i, j) of a head; ci .. sj are the angles at these places.
 __device__ inline void turn(float& u, float& v, float ci, float si, float cj, float sj,
@@ -19,120 +18,66 @@ __device__ inline void turn(float& u, float& v, float ci, float si, float cj, fl
   v = b;
 }
 
-template <typename T, int kVec>
-struct Held : Raw<T> {};
-
-template <typename T>
-struct Held<T, 1> {
-  T value;
-  __device__ void take(const T* p) { value = *p; }
-  __device__ void widened(float (&out)[1]) const { out[0] = widen(value); }
-};
-
-// What a thread turns in each head: kVec elements of both halves, or kVec neighbours; kVec = 1
-// stands for one pair. Its angles are the same in every head.
-template <typename X, int kVec, bool kInterleaved>
-struct Part;
-
 template <typename X, int kVec>
-struct Part<X, kVec, false> {
-  float ci[kVec], si[kVec], cj[kVec], sj[kVec];
-  int64_t at, half;
-
-  __device__ Part(const Rotary& a, DType angles, const void* cos, const void* sin, int part)
-      : at(int64_t{part} * kVec), half(a.rotary_dim / 2) {
-    const int64_t second = a.half_width ? at : at + half;
-    load_any<kVec>(cos, angles, at, ci);
-    load_any<kVec>(sin, angles, at, si);
-    load_any<kVec>(cos, angles, second, cj);
-    load_any<kVec>(sin, angles, second, sj);
-  }
-
-  struct Values {
-    Held<X, kVec> u, v;
-  };
-  __device__ void take(const X* x, Values& values) const {
-    values.u.take(x + at);
-    values.v.take(x + half + at);
-  }
-  __device__ void put(const Values& values, X* y, bool inverse) const {
-    float u[kVec], v[kVec];
-    values.u.widened(u);
-    values.v.widened(v);
+__device__ inline void turn_halves(const X* x, X* y, const Rotary& a, DType angles, const void* cos,
+                                   const void* sin, int64_t p) {
+  const int64_t half = a.rotary_dim / 2;
+  const int64_t second = a.half_width ? p : p + half;
+  float u[kVec], v[kVec], ci[kVec], si[kVec], cj[kVec], sj[kVec];
+  load<kVec>(x + p, u);
+  load<kVec>(x + half + p, v);
+  load_any<kVec>(cos, angles, p, ci);
+  load_any<kVec>(sin, angles, p, si);
+  load_any<kVec>(cos, angles, second, cj);
+  load_any<kVec>(sin, angles, second, sj);
 #pragma unroll
-    for (int j = 0; j < kVec; ++j) turn(u[j], v[j], ci[j], si[j], cj[j], sj[j], inverse);
-    store<kVec>(y + at, u);
-    store<kVec>(y + half + at, v);
-  }
-};
-
-template <typename X, int kVec>
-struct Part<X, kVec, true> {
-  static constexpr int kCount = kVec == 1 ? 2 : kVec;
-  float c[kCount], s[kCount];
-  int64_t at;
-
-  __device__ Part(const Rotary& a, DType angles, const void* cos, const void* sin, int part)
-      : at(int64_t{part} * kCount) {
-    if (a.half_width || kVec == 1) {
-#pragma unroll
-      for (int j = 0; j < kCount; ++j) {
-        float one[1];
-        const int64_t place = a.half_width ? (at + j) / 2 : at + j;
-        load_any<1>(cos, angles, place, one);
-        c[j] = one[0];
-        load_any<1>(sin, angles, place, one);
-        s[j] = one[0];
-      }
-    } else if constexpr (kVec != 1) {
-      load_any<kVec>(cos, angles, at, c);
-      load_any<kVec>(sin, angles, at, s);
-    }
-  }
-
-  struct Values {
-    float v[kCount];
-  };
-  __device__ void take(const X* x, Values& values) const {
-    if constexpr (kVec == 1) {
-      values.v[0] = widen(x[at]);
-      values.v[1] = widen(x[at + 1]);
-    } else {
-      load<kVec>(x + at, values.v);
-    }
-  }
-  __device__ void put(Values& values, X* y, bool inverse) const {
-#pragma unroll
-    for (int j = 0; j < kCount; j += 2)
-      turn(values.v[j], values.v[j + 1], c[j], s[j], c[j + 1], s[j + 1], inverse);
-    if constexpr (kVec == 1) {
-      narrow(values.v[0], y + at);
-      narrow(values.v[1], y + at + 1);
-    } else {
-      store<kVec>(y + at, values.v);
-    }
-  }
-};
-
-// A head of a token, of q or behind these of k.
-template <typename X>
-__device__ inline void find_head(const Rotary& a, int64_t batch, int64_t token, int head,
-                                 const X** x, X** y) {
-  const bool is_q = head < a.q.heads;
-  const RotaryHeads& t = is_q ? a.q : a.k;
-  const int64_t n = is_q ? head : head - a.q.heads;
-  *x = static_cast<const X*>(t.x) + batch * t.x_stride[0] + token * t.x_stride[1] +
-       n * t.x_stride[2];
-  *y = static_cast<X*>(t.y) + batch * t.y_stride[0] + token * t.y_stride[1] + n * t.y_stride[2];
+  for (int j = 0; j < kVec; ++j) turn(u[j], v[j], ci[j], si[j], cj[j], sj[j], a.inverse);
+  store<kVec>(y + p, u);
+  store<kVec>(y + half + p, v);
 }
 
-// Threads take `turned` parts of several heads at once; what is beyond the turned elements of a
-// head is copied afterwards, so that the threads of a warp do the same.
+// kVec = 1 stands for one pair.
+template <typename X, int kVec>
+__device__ inline void turn_neighbours(const X* x, X* y, const Rotary& a, DType angles,
+                                       const void* cos, const void* sin, int64_t i) {
+  constexpr int kCount = kVec == 1 ? 2 : kVec;
+  float v[kCount], c[kCount], s[kCount];
+  if constexpr (kVec == 1) {
+    v[0] = widen(x[i]);
+    v[1] = widen(x[i + 1]);
+  } else {
+    load<kVec>(x + i, v);
+  }
+  if (a.half_width || kVec == 1) {
+#pragma unroll
+    for (int j = 0; j < kCount; ++j) {
+      float one[1];
+      const int64_t at = a.half_width ? (i + j) / 2 : i + j;
+      load_any<1>(cos, angles, at, one);
+      c[j] = one[0];
+      load_any<1>(sin, angles, at, one);
+      s[j] = one[0];
+    }
+  } else {
+    if constexpr (kVec != 1) {
+      load_any<kVec>(cos, angles, i, c);
+      load_any<kVec>(sin, angles, i, s);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < kCount; j += 2)
+    turn(v[j], v[j + 1], c[j], s[j], c[j + 1], s[j + 1], a.inverse);
+  if constexpr (kVec == 1) {
+    narrow(v[0], y + i);
+    narrow(v[1], y + i + 1);
+  } else {
+    store<kVec>(y + i, v);
+  }
+}
+
 template <typename X, int kVec, bool kInterleaved>
-__global__ void __launch_bounds__(kThreads, 6)
-    rotary_kernel(Rotary a, DType angles, int turned, int rest) {
-  using Mine = Part<X, kVec, kInterleaved>;
-  const int heads = static_cast<int>(a.q.heads + a.k.heads);
+__global__ void __launch_bounds__(kMaxThreads)
+    rotary_kernel(Rotary a, DType angles, int turned, int per_head, int items) {
   for (int64_t row = blockIdx.x; row < a.batch * a.tokens; row += gridDim.x) {
     const int64_t batch = row / a.tokens, token = row % a.tokens;
     // Byte offsets: the angles' type is known at run time only.
@@ -141,53 +86,43 @@ __global__ void __launch_bounds__(kThreads, 6)
                       (batch * a.cos_stride[0] + token * a.cos_stride[1]) * size;
     const char* sin = static_cast<const char*>(a.sin) +
                       (batch * a.sin_stride[0] + token * a.sin_stride[1]) * size;
-    const int first = static_cast<int>(threadIdx.x) / turned;
-    const int step = max(static_cast<int>(blockDim.x) / turned, 1);
-    // With more parts than threads a thread has several of them.
-    for (int part = static_cast<int>(threadIdx.x) % turned; part < turned && first < step;
-         part += static_cast<int>(blockDim.x)) {
-      const Mine mine(a, angles, cos, sin, part);
-      for (int head = first; head < heads; head += kAtOnce * step) {
-        typename Mine::Values values[kAtOnce];
-        X* y[kAtOnce];
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          if (head + n * step >= heads) break;
-          const X* x;
-          find_head(a, batch, token, head + n * step, &x, &y[n]);
-          mine.take(x, values[n]);
-        }
-#pragma unroll
-        for (int n = 0; n < kAtOnce; ++n) {
-          if (head + n * step >= heads) break;
-          mine.put(values[n], y[n], a.inverse);
-        }
+    for (int item = threadIdx.x; item < items; item += blockDim.x) {
+      int64_t head = item / per_head;
+      const int64_t part = item % per_head;
+      const bool is_q = head < a.q.heads;
+      const RotaryHeads& t = is_q ? a.q : a.k;
+      if (!is_q) head -= a.q.heads;
+      const X* x = static_cast<const X*>(t.x) + batch * t.x_stride[0] + token * t.x_stride[1] +
+                   head * t.x_stride[2];
+      X* y = static_cast<X*>(t.y) + batch * t.y_stride[0] + token * t.y_stride[1] +
+             head * t.y_stride[2];
+      if (part >= turned) {
+        float v[kVec];
+        const int64_t i = a.rotary_dim + (part - turned) * kVec;
+        load<kVec>(x + i, v);
+        store<kVec>(y + i, v);
+      } else if constexpr (kInterleaved) {
+        turn_neighbours<X, kVec>(x, y, a, angles, cos, sin, part * (kVec == 1 ? 2 : kVec));
+      } else {
+        turn_halves<X, kVec>(x, y, a, angles, cos, sin, part * kVec);
       }
-    }
-    for (int item = static_cast<int>(threadIdx.x); item < heads * rest;
-         item += static_cast<int>(blockDim.x)) {
-      const X* x;
-      X* y;
-      find_head(a, batch, token, item / rest, &x, &y);
-      const int64_t i = a.rotary_dim + int64_t{item % rest} * kVec;
-      float v[kVec];
-      load<kVec>(x + i, v);
-      store<kVec>(y + i, v);
     }
   }
 }
 
 template <typename X, int kVec, bool kInterleaved>
 void run(const Rotary& a, DType angles, cudaStream_t stream) {
-  const int64_t pairs = kVec == 1 ? 1 : kVec / (kInterleaved ? 2 : 1);  // of one part
+  const int64_t pairs = kVec == 1 ? 1 : kVec / (kInterleaved ? 2 : 1);  // of one item
   const int64_t turned = a.rotary_dim / 2 / pairs;
-  const int64_t rest = (a.dim - a.rotary_dim) / kVec;
+  const int64_t per_head = turned + (a.dim - a.rotary_dim) / kVec;
+  const int64_t items = (a.q.heads + a.k.heads) * per_head;
   const int64_t rows = a.batch * a.tokens;
-  // A whole number of heads at once, where a head has fewer parts than there are threads.
-  const int64_t threads = turned < kThreads ? kThreads / turned * turned : kThreads;
+  // As many threads as share the items evenly.
+  const int64_t rounds = (items + kMaxThreads - 1) / kMaxThreads;
+  const int64_t threads = ((items + rounds - 1) / rounds + 31) / 32 * 32;
   const unsigned grid = static_cast<unsigned>(rows < 0x7FFFFFFF ? rows : 0x7FFFFFFF);
   rotary_kernel<X, kVec, kInterleaved><<<grid, static_cast<unsigned>(threads), 0, stream>>>(
-      a, angles, static_cast<int>(turned), static_cast<int>(rest));
+      a, angles, static_cast<int>(turned), static_cast<int>(per_head), static_cast<int>(items));
   cuda_check_launch("rotary");
 }
 

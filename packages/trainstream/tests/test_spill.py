@@ -224,7 +224,7 @@ def test_steps_that_never_are_a_measure_are_not_waited_for_without_end(monkeypat
 def test_the_arena_s_growth_is_what_is_not_there_yet(monkeypatch):
     before = registry.host_allocator()
     try:
-        with HostArena(pinned=False, slab_bytes=1 << 20) as arena:
+        with HostArena(pinned=False, slab_bytes=1 << 22, step_bytes=1 << 20) as arena:
             registry.set_host_allocator(arena)
             assert _spill.arena_growth() == 1 << 20
             piece = arena.empty(1 << 19)

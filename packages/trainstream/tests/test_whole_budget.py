@@ -93,8 +93,10 @@ class Adapting:
         self.tuner = SimpleNamespace(governor=governor)
         self.events = SimpleNamespace(add=self.said.append)
         self.relief = SimpleNamespace(
-            places=SimpleNamespace(limits=None), make_room=lambda wanted, why: self.made.append(wanted)
+            places=SimpleNamespace(limits=None),
+            make_room=lambda wanted, why: self.made.append(wanted) or (wanted if self.movable else 0),
         )
+        self.movable = True
 
 
 @pytest.fixture
@@ -143,6 +145,22 @@ def test_what_has_no_room_leaves(holds, caps, used, peak, wanted):
     before = bounds_of(12 * GIB, CONTEXT_BYTES, used=lambda: used)
     assert keep_to_budget(session, before, GPU, peak)[1] == bool(wanted)
     assert session.made == ([wanted] if wanted else [])
+
+
+def test_where_nothing_can_leave_the_session_goes_on_adapting(holds, caps):
+    session = Adapting()
+    session.movable = False
+    holds(10 * GIB, 9 * GIB)
+    before = bounds_of(12 * GIB, CONTEXT_BYTES, used=lambda: 11 * GIB)
+    assert not keep_to_budget(session, before, GPU, 11 * GIB)[1]
+
+
+def test_no_limit_is_negative_or_above_the_cap(holds):
+    holds(2 * GIB, 1 * GIB)
+    found = corrected(bounds_of(3 * GIB // 2, CONTEXT_BYTES, others=GIB), GPU)
+    assert found.cap == GIB // 2
+    assert found.budgets.device == 0
+    assert found.room == found.cap
 
 
 @pytest.mark.parametrize(("others", "held"), [(None, CONTEXT_BYTES), (None, GIB), (0, 300 * MIB)])

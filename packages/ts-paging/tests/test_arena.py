@@ -299,7 +299,8 @@ def test_what_is_reserved_ahead_can_be_taken_back():
     arena = make()
     arena.reserve(4096 * SLAB)
     piece = arena.empty(2 * SLAB)  # it is a part of what was reserved
-    assert arena.stats().reserved_bytes + arena.stats().coming_bytes == 4096 * SLAB
+    stats = arena.stats()  # once: slabs come meanwhile
+    assert stats.reserved_bytes + stats.coming_bytes == 4096 * SLAB
     arena.trim()
     arena.synchronize()
     assert arena.reserved_bytes == 2 * SLAB
@@ -307,6 +308,17 @@ def test_what_is_reserved_ahead_can_be_taken_back():
     arena.synchronize()
     assert arena.reserved_bytes == 3 * SLAB
     del piece
+
+
+def test_a_request_larger_than_a_slab_takes_the_place_of_what_is_reserved_ahead():
+    arena = make(ceiling=4096 * SLAB)
+    arena.reserve(4096 * SLAB)
+    piece = arena.empty(5 * SLAB)
+    assert arena.pageable_bytes == 0
+    stats = arena.stats()
+    assert stats.reserved_bytes + stats.coming_bytes <= 4096 * SLAB
+    assert piece.numel() == 5 * SLAB
+    arena.trim()
 
 
 def test_the_last_slab_of_a_reservation_is_no_larger_than_it_has_to_be():

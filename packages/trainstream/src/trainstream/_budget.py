@@ -99,12 +99,12 @@ def corrected(bounds: Limits, device: torch.device) -> Limits:
     cap = max(bounds.vram_budget - held, 0)
     if abs(cap - bounds.cap) < _NOTICED:
         return bounds
-    usable = int(min(bounds.free, cap - bounds.others) * bounds.share)
+    usable = max(int(min(bounds.free, cap - bounds.others) * bounds.share), 0)
     return dataclasses.replace(
         bounds,
         budgets=dataclasses.replace(bounds.budgets, device=usable),
         cap=cap,
-        room=usable + bounds.others,
+        room=min(usable + bounds.others, cap),
         device_cap=cap,
     )
 
@@ -141,9 +141,8 @@ def keep_to_budget(session: Session, bounds: Limits, device: torch.device, peak:
         f"{format_bytes(found.room)} can be used, {format_bytes(bounds.room)} before"
     )
     over = max(found.used() - found.room, peak - kept - found.cap)
-    if over > 0:
-        session.relief.make_room(over, "what libraries hold of the device counts for vram_budget")
-    return found, over > 0
+    why = "what libraries hold of the device counts for vram_budget"
+    return found, over > 0 and session.relief.make_room(over, why) > 0
 
 
 def return_ram() -> None:

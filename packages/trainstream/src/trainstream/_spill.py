@@ -61,7 +61,7 @@ def arena_growth() -> int:
     unused = max(stats.reserved_bytes - stats.live_bytes, 0)
     # Slabs on their way, and one that is begun for the last piece; what is free in those that are there
     # takes activations without growing.
-    return max(stats.coming_bytes + arena.slab_bytes - unused, 0)
+    return max(stats.coming_bytes + arena.step_bytes - unused, 0)
 
 
 def ram_for_activations(budget: HostBudget, growth: int, left: int | None = None) -> int:

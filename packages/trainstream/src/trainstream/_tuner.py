@@ -350,7 +350,7 @@ class Tuner:
         if brought and self._rounds < _ROUNDS:
             return
         self._rounds = _ROUNDS
-        if self.governor is not None and self.governor.hold:
+        if self.governor is not None and self.governor.hold and not brought:  # else by a step with them
             self._release(session)
 
     def _all_returns(self) -> bool:

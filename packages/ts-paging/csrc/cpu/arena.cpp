@@ -161,8 +161,8 @@ bool Arena::hurry(int64_t bytes) {
   return true;
 }
 
-// Size of a slab that may be made for `bytes`, 0 if none may. None of the slabs that hold nothing
-// was large enough: they go where the limit is near.
+// Size of a slab that may be made for `bytes`, 0 if none may. None of the slabs that hold nothing,
+// or that are reserved, was large enough: they go where the limit is near.
 int64_t Arena::make_way(int64_t bytes, int64_t limit, Dropped* dropped) {
   const bool own = bytes > own_bytes_;
   const int64_t size = own ? bytes : step_bytes_;
@@ -170,8 +170,17 @@ int64_t Arena::make_way(int64_t bytes, int64_t limit, Dropped* dropped) {
   int64_t idle = 0;
   for (const auto& [number, slab] : slabs_)
     if (slab.pieces == 0) idle += slab.memory.bytes;
+  for (const Growth& growth : queue_)
+    if (growth.ahead) idle += growth.bytes;
   const auto room = [&] { return limit - reserved_bytes_ - coming_bytes_; };
   if (room() + idle < bytes) return 0;
+  // What is reserved ahead and not begun first: this is a part of it.
+  for (auto growth = queue_.end(); room() < bytes && growth != queue_.begin();) {
+    --growth;
+    if (!growth->ahead) continue;
+    coming_bytes_ -= growth->bytes;
+    growth = queue_.erase(growth);
+  }
   if (own) replace_own(bytes, dropped);
   for (auto slab = slabs_.begin(); slab != slabs_.end() && room() < bytes;) {
     const int64_t number = slab->first;

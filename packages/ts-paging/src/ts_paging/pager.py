@@ -373,13 +373,15 @@ class WeightPager:
         slot = _slot_of(block)
         self._finish(slot)
         slot.owner = None  # if something fails on the way, nobody is there
+        # What crosses is waited for if something fails on the way, too; decoding comes after all of it.
+        slot.arriving = crossing = []
         arriving: list[Callable[[], None]] = []
         batch: _Batch = ([], [])
         for target, parameter, seat in zip(block.fill_views, block.parameters, block.seats, strict=True):
             entry = guard_of(parameter)
             if entry is not None and entry.pending is not None:
                 if batch[0]:  # what is updated crosses while the rest is
-                    arriving.append(h2d_many(*batch, priority=int(urgent)).wait_stream)
+                    crossing.append(h2d_many(*batch, priority=int(urgent)).wait_stream)
                     batch = ([], [])
                 entry.wait()
             _check(block, seat, parameter)
@@ -396,8 +398,8 @@ class WeightPager:
                 if arrive is not None:
                     arriving.append(arrive)
         if batch[0]:
-            arriving.insert(0, h2d_many(*batch, priority=int(urgent)).wait_stream)
-        slot.arriving = arriving
+            crossing.append(h2d_many(*batch, priority=int(urgent)).wait_stream)
+        slot.arriving = [*crossing, *arriving]
         slot.owner = block
         block.filled()
 

@@ -97,7 +97,7 @@ def command(
         typer.Option(
             help="Blocks recorded once and replayed, or not: wrap()'s capture; it decides by itself."
         ),
-    ] = False,
+    ] = None,
     page_lock: Annotated[
         str | None, typer.Option("--page-lock", help="RAM that may be page-locked: wrap()'s host_arena.")
     ] = None,
